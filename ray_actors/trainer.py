@@ -1,0 +1,326 @@
+"""What runs inside a trainer actor: describe, start, capture; and ``TrainerRank``.
+
+The functions are called through ``handle.__ray_call__``, so the user's class needs no change.
+They keep one session per attachment in this process. A process that was restarted has none and
+gets what it needs from the coordinator.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+import torch
+from ray import cloudpickle
+
+from ray_actors.calls import ActorGone, Attachment, get
+from weightdelta.base import Base
+from weightdelta.capture import Inventory, take_inventory
+from weightdelta.digest import U64
+from weightdelta.errors import (
+    PublicationLost,
+    UnfencedWriter,
+    WeightDeltaError,
+)
+from weightdelta.fence import unfenced
+from weightdelta.job import Job, base_specs, plan_job
+from weightdelta.publish import Outcome
+from weightdelta.record import data_name
+from weightdelta.session import Payload, RankSession
+from weightdelta.state import State
+from weightdelta.store import Store
+
+#: Longest wait of one question for an outcome; then it is asked again [s].
+POLL_S = 20.0
+#: Uploads asked of the publisher actor, which restarts between two, before the rank does it.
+UPLOAD_TRIES = 2
+#: Pause before something that failed is tried again [s].
+PAUSE_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a rank says about itself at attach.
+
+    Attributes:
+        node: Ray node id.
+        concurrent: The actor may run an optimizer step beside a capture.
+        inventory: What it holds.
+    """
+
+    node: str
+    concurrent: bool
+    inventory: Inventory
+
+
+@dataclass(frozen=True, slots=True)
+class Ack:
+    """A capture that ended: how long it held its caller [s], and the version it compared with."""
+
+    seconds: float
+    version: int
+
+
+class Heartbeat:
+    """Tells a coordinator that this rank lives, for every publication it has in hand."""
+
+    def __init__(self, rank: int, *, period_s: float) -> None:
+        self._rank = rank
+        self._period_s = period_s
+        self._changed = threading.Condition()
+        self._coordinators: dict[str, Any] = {}
+        self._closed = False
+        name = f"weightdelta-{rank}-beat"
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def start(self, write_id: str, coordinator: Any) -> None:
+        """Take a publication in hand."""
+        with self._changed:
+            self._coordinators[write_id] = coordinator
+            self._changed.notify_all()
+
+    def stop(self, write_id: str) -> None:
+        """Be done with a publication."""
+        with self._changed:
+            self._coordinators.pop(write_id, None)
+
+    def close(self) -> None:
+        """End the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self._coordinators)
+                if self._closed:
+                    return
+                for write_id, coordinator in self._coordinators.items():
+                    coordinator.beat.remote(write_id, self._rank)
+                self._changed.wait(self._period_s)
+
+
+class Rank:
+    """One attached trainer rank: the session, the user's functions, the way to the others."""
+
+    def __init__(self, attachment: Attachment, job: Job, *, rank: int) -> None:
+        self.rank = rank
+        self._store = Store.of(attachment.store, config=attachment.config)
+        self._publisher = attachment.publishers.get(ray.get_runtime_context().get_node_id())
+        self._state, self._guard, self._mark = _functions(attachment)
+        self.session = RankSession(job, rank=rank, store=self._store, clock=time.monotonic)
+        self._heart = Heartbeat(rank, period_s=attachment.config.heartbeat_s / 4)
+
+    def close(self) -> None:
+        """Remove the hooks and end the threads."""
+        self._heart.close()
+        self.session.close()
+
+    def capture(self, actor: Any, write_id: str, coordinator: Any) -> None:
+        """Capture now; the rest happens on the session's thread."""
+        guard = self._guard
+        mark = None if self._mark is None else int(self._mark(actor))
+        self._heart.start(write_id, coordinator)
+        try:
+            self.session.publish(
+                lambda: self._state(actor),
+                write_id=write_id,
+                deliver=lambda item: self._deliver(write_id, item, coordinator),
+                mark=mark,
+                guard=None if guard is None else lambda: guard(actor),
+            )
+        except BaseException:
+            self._heart.stop(write_id)  # the driver hears of it by the exception
+            raise
+
+    def _deliver(
+        self, write_id: str, item: Payload | WeightDeltaError, coordinator: Any
+    ) -> Outcome:
+        try:
+            self._hand_over(write_id, item, coordinator)
+            return self._outcome(write_id, coordinator)
+        finally:
+            self._heart.stop(write_id)
+
+    def _hand_over(self, write_id: str, item: Payload | WeightDeltaError, coordinator: Any) -> None:
+        error = item if isinstance(item, WeightDeltaError) else None
+        if isinstance(item, Payload):
+            try:
+                started = time.monotonic()
+                self._upload(data_name(write_id, self.rank), item)
+                receipt = item.receipt.uploaded(time.monotonic() - started)
+                get(coordinator.deliver.remote(receipt))
+            except WeightDeltaError as e:
+                error = e
+        if error is not None:
+            get(coordinator.fail.remote(write_id, error))
+
+    def _upload(self, name: str, payload: Payload) -> None:
+        if not payload.parts:
+            return
+        if self._ask_publisher(name, payload):
+            return
+        # Better at this trainer's cost than lost: there is no publisher on this node any more.
+        self._store.write(name, payload.parts)
+
+    def _ask_publisher(self, name: str, payload: Payload) -> bool:
+        if self._publisher is None:
+            return False  # restarted on a node that had no trainer at attach
+        parts = [np.frombuffer(part, np.uint8) for part in payload.parts]
+        for _ in range(UPLOAD_TRIES):
+            try:
+                get(self._publisher.upload.remote(name, parts))
+            except ActorGone:
+                return False
+            except PublicationLost:
+                time.sleep(PAUSE_S)  # the publisher actor is being restarted
+            else:
+                return True
+        return False
+
+    def _outcome(self, write_id: str, coordinator: Any) -> Outcome:
+        while True:
+            found: Outcome | None = get(coordinator.outcome.remote(write_id, POLL_S))
+            if found is not None:
+                return found
+
+
+_RANKS: dict[str, Rank] = {}
+#: Concurrent actors may run two captures at once; only one of them starts a session.
+_STARTING = threading.Lock()
+
+
+def describe(actor: Any, attachment: Attachment) -> Report:
+    """Take a rank's inventory.
+
+    Raises:
+        LayoutMismatch, UnsupportedSharding: The state does not fit base.
+        UnfencedWriter: The actor is concurrent and something besides optimizers may write.
+    """
+    # Ray runs a sync actor's calls in the main thread, in order; any other kind uses a pool.
+    concurrent = threading.current_thread() is not threading.main_thread()
+    function, guard, _ = _functions(attachment)
+    state: State = function(actor)
+    if concurrent and guard is None:
+        _refuse_unfenced(state)
+    specs = base_specs(Base(_path(attachment)), exclude=attachment.exclude)
+    inventory = take_inventory(state, base=specs, exclude=attachment.exclude)
+    return Report(ray.get_runtime_context().get_node_id(), concurrent, inventory)
+
+
+def start(
+    actor: Any,  # noqa: ARG001 (passed by __ray_call__)
+    attachment: Attachment,
+    job: Job,
+    rank: int,
+    version: int,
+    inventories: list[Inventory] | None = None,
+) -> U64:
+    """Fill the rank's baseline; with ``inventories`` also check the plan on this rank.
+
+    Returns:
+        Digests of the owned elements: uint64, one per tensor of the layout.
+    """
+    if inventories is not None:
+        _check_plan(attachment, job, rank, inventories)
+    found = Rank(attachment, job, rank=rank)
+    try:
+        table = found.session.start(version=version, fresh=inventories is not None)
+    except BaseException:
+        found.close()  # leave no hook behind
+        raise
+    before = _RANKS.pop(attachment.group, None)
+    if before:
+        before.close()
+    _RANKS[attachment.group] = found
+    return table
+
+
+def capture(
+    actor: Any, group: str, rank: int, write_id: str, version: int, coordinator: Any
+) -> Ack:
+    """Capture the rank's weights against ``version`` and publish them in the background."""
+    started = time.monotonic()
+    with _STARTING:
+        if group not in _RANKS:
+            # This process was restarted since attach.
+            attachment, job = get(coordinator.bundle.remote())
+            start(actor, attachment, job, rank, version)
+        found = _RANKS[group]
+    if found.session.version != version:
+        found.session.catch_up(version)
+    found.capture(actor, write_id, coordinator)
+    return Ack(time.monotonic() - started, version)
+
+
+def detach(actor: Any, group: str) -> None:  # noqa: ARG001 (passed by __ray_call__)
+    """Remove the hooks and forget the session."""
+    found = _RANKS.pop(group, None)
+    if found:
+        found.close()
+
+
+def _check_plan(attachment: Attachment, job: Job, rank: int, inventories: list[Inventory]) -> None:
+    mine = plan_job(
+        inventories,
+        base=Base(_path(attachment)),
+        config=attachment.config,
+        exclude=attachment.exclude,
+    )
+    if mine.plan.digest != job.plan.digest:
+        raise PublicationLost(
+            f"rank {rank}: expected frame plan {job.plan.digest[:16]}, computed "
+            f"{mine.plan.digest[:16]}; base or weightdelta differ between nodes"
+        )
+
+
+def _refuse_unfenced(state: State) -> None:
+    names = unfenced(state)
+    if names:
+        raise UnfencedWriter(
+            f"tensor {names[0]!r}: this actor runs calls concurrently and no torch optimizer "
+            f"steps this tensor ({len(names)} such); attach after the optimizer is made, or pass "
+            "guard= with a context that keeps the writer out"
+        )
+
+
+def _functions(attachment: Attachment) -> tuple[Callable[..., Any], Any, Any]:
+    # Pickles of the driver's own functions, not of anything that comes from a store.
+    loads = cloudpickle.loads
+    return loads(attachment.state), loads(attachment.guard), loads(attachment.mark)
+
+
+def _path(attachment: Attachment) -> Any:
+    from pathlib import Path
+
+    return Path(attachment.base)
+
+
+class TrainerRank:
+    """A ready trainer actor, or a mixin for one: process group, and a model to publish.
+
+    A subclass sets ``self.model``; ``attach`` then needs no ``state=``.
+
+    Args:
+        rank: This rank.
+        world_size: Number of ranks.
+        address: ``host:port`` where rank 0 listens.
+        backend: torch.distributed backend.
+    """
+
+    model: torch.nn.Module
+
+    def __init__(self, rank: int, *, world_size: int, address: str, backend: str = "gloo") -> None:
+        self.rank = rank
+        self.world_size = world_size
+        torch.distributed.init_process_group(
+            backend, init_method=f"tcp://{address}", rank=rank, world_size=world_size
+        )
+
+    def published_state(self) -> State:
+        """The live weights."""
+        return self.model

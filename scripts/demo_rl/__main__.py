@@ -1,0 +1,75 @@
+"""The main job: a Ray RL run trains, publishes every step, and live samplers follow it.
+
+Four FSDP2 ranks train a language model on what two samplers generate; every step becomes a
+version; the samplers fetch, check and apply it while they generate. On the way one sampler joins
+late, one is killed and comes back, and one step is rolled back and forward again. At the end
+every byte of every sampler at every version has been compared with a gather that torch made.
+"""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+
+from demo_rl.models import CACHE, checkpoint
+from demo_rl.report import as_json, table
+from demo_rl.run import Run
+
+#: A log file is as wide as the table needs.
+out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+
+
+def options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="scripts/demo",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--model", choices=["smollm2", "tiny"], default="smollm2")
+    parser.add_argument("--steps", type=int, default=10, help="training steps, 8 or more")
+    parser.add_argument("--ranks", type=int, default=4, help="FSDP2 trainer ranks")
+    parser.add_argument("--samplers", type=int, default=2, help="sampler actors, 2 or more")
+    parser.add_argument("--store", help="folder of the run's store; a new one by default")
+    parser.add_argument("--lr", type=float, help="learning rate")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here too")
+    found = parser.parse_args()
+    for name, least in (("steps", 8), ("ranks", 1), ("samplers", 2)):
+        if getattr(found, name) < least:
+            parser.error(f"--{name}: expected at least {least}, found {getattr(found, name)}")
+    return found
+
+
+def main() -> None:
+    """Run it; exit 1 if a byte differs."""
+    chosen = options()
+    store = chosen.store or str(CACHE / "runs" / time.strftime("%Y%m%d-%H%M%S"))
+    base = checkpoint(chosen.model)
+    started = time.monotonic()
+    run = Run(
+        model=chosen.model,
+        base=base,
+        store=store,
+        ranks=chosen.ranks,
+        samplers=chosen.samplers,
+        lr=chosen.lr,
+        say=lambda line: out.print(f"[dim]{time.monotonic() - started:6.1f} s[/]  {line}"),
+    )
+    try:
+        run.start()
+        for step in range(1, chosen.steps + 1):
+            run.step(step, last=chosen.steps)
+    finally:
+        run.close()
+    out.print(table(run))
+    if chosen.json:
+        chosen.json.write_text(json.dumps(as_json(run), indent=2) + "\n")
+    out.print(f"look into it: weightdelta log {store}; weightdelta verify --deep {store}")
+    sys.exit(0 if run.bit_exact else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+"""Hypothesis profiles and the guards every test runs under."""
+
+import os
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+#: Time is no verdict on a shared machine, so no example has a deadline.
+_COMMON = settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("default", _COMMON, max_examples=30)
+settings.register_profile("ci", _COMMON, max_examples=100)
+settings.register_profile("nightly", _COMMON, max_examples=2000)
+
+PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "ci" if os.environ.get("CI") else "default")
+settings.load_profile(PROFILE)
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Name the profile and the seed, so that a failure can be run again."""
+    seed = config.getoption("--hypothesis-seed", default=None)
+    return [f"hypothesis profile: {PROFILE}, seed: {seed if seed is not None else 'per test'}"]
+
+
+@pytest.fixture(autouse=True)
+def _local_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep Ray and gloo on this host, silent and without a token file."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))

@@ -1,0 +1,41 @@
+"""apply: store staged values in place, all or none.
+
+Values are absolute, so storing them twice is harmless. Each tensor's resident values are
+compared with the staged old ones right before they are replaced; a difference means that
+somebody else wrote to the weights, and everything stored so far is put back.
+"""
+
+from collections.abc import Sequence
+from concurrent.futures import Executor
+
+from weightdelta.decode import Staged
+from weightdelta.errors import StateMismatch
+from weightdelta.kernels import ops
+
+
+def store_values(staged: Sequence[Staged], *, pool: Executor, back: bool = False) -> None:
+    """Store the new values of every tensor, or with ``back`` the old ones.
+
+    Raises:
+        StateMismatch: A tensor holds neither the old nor the new value somewhere; what had
+            been stored was put back.
+    """
+    results = list(pool.map(lambda item: _scatter(item, back=back), staged))
+    bad = next((i for i, at in enumerate(results) if at >= 0), None)
+    if bad is None:
+        return
+    for item, at in zip(staged, results, strict=True):
+        if at < 0:
+            _scatter(item, back=not back)
+    item = staged[bad]
+    element = int(item.index[results[bad]])
+    raise StateMismatch(
+        f"tensor {item.resident.spec.name!r}, element {element}: expected the value of the "
+        "prepared version, found another; the weights were edited after prepare(). Nothing was "
+        "changed; reload a checkpoint and attach()"
+    )
+
+
+def _scatter(item: Staged, *, back: bool) -> int:
+    expect, new = (item.new, item.old) if back else (item.old, item.new)
+    return ops().scatter(item.resident.memory, item.places, expect=expect, new=new)

@@ -1,0 +1,1 @@
+"""Encoded planes and the outer compression stage."""

@@ -1,0 +1,237 @@
+"""Committed objects, read and verified: layouts, plans, digest tables, indexes, frames.
+
+Nothing is parsed or decoded before its BLAKE3 equals the one that names it. A log entry names
+the index and the plan, the plan names the layout, the index names every frame.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+
+import numpy as np
+from blake3 import blake3
+
+from weightdelta.codecs import sparse
+from weightdelta.config import Config
+from weightdelta.digest import U64
+from weightdelta.errors import DamagedObject, UnsupportedFormat
+from weightdelta.frame import FramePlan, Segment, chunks_of
+from weightdelta.index import Index
+from weightdelta.kernels import ops
+from weightdelta.kernels.planes import Elements, Planes
+from weightdelta.layout import Layout
+from weightdelta.record import (
+    VersionEntry,
+    data_name,
+    index_name,
+    layout_name,
+    plan_name,
+    table_name,
+)
+from weightdelta.store import Store
+
+#: The one codec that deltas are written with so far.
+CODEC = "sparse+zstd"
+#: Frames at most this far apart in an object are fetched by one request.
+GAP = 64 * 1024
+#: Bytes that one request asks for at most, unless a single frame is larger.
+SPAN = 32 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """One committed delta: log entry, plan and index."""
+
+    entry: VersionEntry
+    layout: Layout
+    plan: FramePlan
+    index: Index
+
+    def where(self, frame: int) -> str:
+        """A frame's place, for messages."""
+        return f"{self.object_of(frame)} frame {frame}"
+
+    def object_of(self, frame: int) -> str:
+        """Name of the object that holds a frame."""
+        return data_name(self.entry.write_id, self.plan.frame(frame).owner)
+
+    def decode(self, frame: int, data: bytes | memoryview) -> Planes:
+        """Planes of a frame whose bytes have been verified."""
+        spec = self.plan.frame(frame)
+        return sparse.decode_frame(
+            data,
+            self.index.sizes_of(frame),
+            chunks=chunks_of(spec, layout=self.layout),
+            width=spec.width,
+            values=self.entry.values,
+            where=self.where(frame),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One range request: bytes ``[start, end)`` of an object, and the frames inside."""
+
+    name: str
+    start: int
+    end: int
+    frames: tuple[int, ...]
+
+
+def spans(delta: Delta, frames: Sequence[int]) -> list[Span]:
+    """The range requests that fetch ``frames``; unchanged frames need none."""
+    found: list[Span] = []
+    for frame in frames:
+        length = delta.index.length(frame)
+        if not length:
+            continue
+        name, start = delta.object_of(frame), delta.index.offset(frame)
+        last = found[-1] if found else None
+        if (
+            last
+            and last.name == name
+            and 0 <= start - last.end <= GAP
+            and start + length - last.start <= SPAN
+        ):
+            found[-1] = Span(name, last.start, start + length, (*last.frames, frame))
+        else:
+            found.append(Span(name, start, start + length, (frame,)))
+    return found
+
+
+class DeltaReader:
+    """Reads what log entries name, and checks every byte of it.
+
+    Raises (from every method):
+        MissingObject: A named object is not there.
+        DamagedObject: Bytes differ from the hash that names them.
+        UnsupportedFormat: Written by another format version.
+    """
+
+    def __init__(self, store: Store, *, config: Config) -> None:
+        self.store = store
+        self._limits = config.limits
+        self._layouts: dict[str, Layout] = {}
+        self._plans: dict[str, FramePlan] = {}
+
+    def layout(self, digest: str) -> Layout:
+        """The layout of a content digest."""
+        if digest not in self._layouts:
+            name = layout_name(digest)
+            self._layouts[digest] = Layout.from_bytes(self._hashed(name, digest), name=name)
+        return self._layouts[digest]
+
+    def plan(self, digest: str, *, layout: Layout) -> FramePlan:
+        """The frame plan of a content digest."""
+        if digest not in self._plans:
+            name = plan_name(digest)
+            data = self._hashed(name, digest)
+            self._plans[digest] = FramePlan.from_bytes(data, layout=layout, where=name)
+        return self._plans[digest]
+
+    def table(self, digest: str, *, layout: Layout) -> U64:
+        """The table of tensor digests whose hash is a version's digest."""
+        name = table_name(digest)
+        data = self._hashed(name, digest)
+        if len(data) != 8 * len(layout.tensors):
+            raise DamagedObject(
+                f"{name}: expected {len(layout.tensors)} digests, found {len(data)} bytes"
+            )
+        return np.frombuffer(data, "<u8").astype(np.uint64)
+
+    def delta(self, entry: VersionEntry, *, layout: Layout) -> Delta:
+        """The delta that a version entry commits."""
+        if entry.codec != CODEC:
+            raise UnsupportedFormat(
+                f"version {entry.version}: codec {entry.codec!r}, this reader knows {CODEC!r}: "
+                "use a newer weightdelta"
+            )
+        name = index_name(entry.write_id)
+        data = self._hashed(name, entry.index, size=entry.index_bytes)
+        plan = self.plan(entry.plan, layout=layout)
+        index = Index.from_bytes(data, plan=plan, layout=layout, where=name)
+        if (index.version, index.parent) != (entry.version, entry.parent):
+            raise DamagedObject(
+                f"{name}: expected the index of {entry.parent} -> {entry.version}, "
+                f"found {index.parent} -> {index.version}"
+            )
+        return Delta(entry, layout, plan, index)
+
+    def frames(
+        self, delta: Delta, frames: Sequence[int], *, pool: Executor | None = None
+    ) -> Iterator[tuple[int, memoryview]]:
+        """Encoded bytes of the changed ones among ``frames``, each checked by its hash."""
+        wanted = spans(delta, frames)
+        fetched = pool.map(self._span, wanted) if pool else map(self._span, wanted)
+        for span, data in zip(wanted, fetched, strict=True):
+            yield from self._verified(delta, span, data)
+
+    def _span(self, span: Span) -> bytes:
+        data = self.store.read(
+            span.name, start=span.start, end=span.end, limit=span.end - span.start
+        )
+        if len(data) != span.end - span.start:
+            raise DamagedObject(
+                f"{span.name}: expected bytes {span.start} to {span.end}, found {len(data)} of "
+                f"{span.end - span.start}; the object was cut short"
+            )
+        return data
+
+    def _verified(self, delta: Delta, span: Span, data: bytes) -> Iterator[tuple[int, memoryview]]:
+        view = memoryview(data)
+        for frame in span.frames:
+            low = delta.index.offset(frame) - span.start
+            part = view[low : low + delta.index.length(frame)]
+            found = blake3(part).digest(length=16)
+            if found != delta.index.hash_of(frame):
+                raise DamagedObject(
+                    f"{delta.where(frame)}: expected BLAKE3 {delta.index.hash_of(frame).hex()}, "
+                    f"found {found.hex()}; the object is damaged"
+                )
+            yield frame, part
+
+    def _hashed(self, name: str, digest: str, *, size: int | None = None) -> bytes:
+        limit = self._limits.max_layout_bytes if size is None else self._limits.max_index_bytes
+        data = self.store.read(name, limit=limit)
+        if size is not None and len(data) != size:
+            raise DamagedObject(f"{name}: expected {size} bytes, found {len(data)}")
+        found = blake3(data).hexdigest()
+        if found != digest:
+            raise DamagedObject(f"{name}: expected BLAKE3 {digest}, found {found}")
+        return data
+
+
+def canonical(
+    delta: Delta, frame: int, data: bytes | memoryview
+) -> list[tuple[Segment, U64, Elements]]:
+    """A frame's changes by segment: canonical element indices (uint64) and values."""
+    spec = delta.plan.frame(frame)
+    planes = delta.decode(frame, data)
+    positions = ops().expand(planes, chunks=chunks_of(spec, layout=delta.layout))
+    ends = np.cumsum([segment.numel for segment in spec.segments])
+    cuts = np.searchsorted(positions, ends)
+    parts, low, at = [], 0, 0
+    for segment, high, end in zip(spec.segments, cuts.tolist(), ends.tolist(), strict=True):
+        if high > low:
+            local = positions[low:high].astype(np.uint64) - np.uint64(at)
+            parts.append((segment, canonical_index(local, segment), planes.values[low:high]))
+        low, at = high, end
+    return parts
+
+
+def canonical_index(local: U64, segment: Segment) -> U64:
+    """Canonical indices of a segment's elements given by their place in it."""
+    if segment.rows == 1:
+        return local + np.uint64(segment.first)
+    row, column = np.divmod(local, np.uint64(segment.run))
+    return row * np.uint64(segment.stride) + column + np.uint64(segment.first)
+
+
+def locate(
+    index: U64, segment: Segment
+) -> tuple[np.ndarray[tuple[int], np.dtype[np.bool_]], np.ndarray[tuple[int], np.dtype[np.int64]]]:
+    """Which canonical indices lie in a segment, and at which place of it."""
+    relative = index.astype(np.int64) - segment.first
+    row, column = np.divmod(relative, segment.stride if segment.rows > 1 else segment.run)
+    hit = (row >= 0) & (row < segment.rows) & (column < segment.run)
+    return hit, (row * segment.run + column)[hit]

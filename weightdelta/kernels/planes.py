@@ -1,0 +1,61 @@
+"""What kernels exchange: where a frame's chunks lie, and the planes of its changes."""
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+#: Elements in a chunk; the last chunk of a segment may be shorter.
+CHUNK: Final = 65536
+#: A chunk with k changes of n elements is coded as gaps when GAP_FACTOR * k < n.
+GAP_FACTOR: Final = 6
+
+Elements = npt.NDArray[np.unsignedinteger[Any]]
+
+UINTS: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """The chunks of one frame, one array entry each.
+
+    A chunk covers elements ``[start, start + length)`` of the frame's buffer. Its element ``p``
+    is element ``q = skip + p`` of its segment, whose canonical index in the tensor is
+    ``first + (q // run) * stride + q % run``. ``key`` is ``seed_t + first`` modulo 2^64, so the
+    digest's index term is ``key + (q // run) * stride + q % run``.
+    """
+
+    start: npt.NDArray[np.int64]
+    length: npt.NDArray[np.int64]
+    key: npt.NDArray[np.uint64]
+    skip: npt.NDArray[np.int64]
+    run: npt.NDArray[np.int64]
+    stride: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+
+@dataclass(frozen=True, slots=True)
+class Planes:
+    """The changes of one frame, chunk after chunk, ascending within a chunk.
+
+    Attributes:
+        counts: uint32, changes in each chunk.
+        gaps: uint16, of chunks in gap form: unchanged elements since the previous change (or
+            since the start of the chunk).
+        bitmap: uint8, of chunks in bitmap form: ceil(length / 8) bytes each, lowest bit first.
+        values: one unsigned integer of the element's width per change: ``new - old`` modulo
+            2^(8 * width), or ``new xor old``.
+    """
+
+    counts: npt.NDArray[np.uint32]
+    gaps: npt.NDArray[np.uint16]
+    bitmap: npt.NDArray[np.uint8]
+    values: Elements
+
+    @property
+    def changed(self) -> int:
+        """Number of changed elements."""
+        return len(self.values)

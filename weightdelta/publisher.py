@@ -1,0 +1,330 @@
+"""``Publisher``: the trainer's side without Ray, on torch.distributed or a single process.
+
+Every rank calls ``publish`` after the same steps. Captures run in the call; uploads, the
+exchange of receipts and the commit run on background threads over a process group of their own.
+All ranks learn the same outcome.
+"""
+
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from blake3 import blake3
+
+from weightdelta.base import Base
+from weightdelta.capture import Inventory, take_inventory
+from weightdelta.config import Config
+from weightdelta.errors import Busy, CommitInDoubt, PublicationLost, WeightDeltaError
+from weightdelta.fence import Guard
+from weightdelta.job import Job, base_specs, plan_job
+from weightdelta.publish import Outcome, Receipt, RunWriter, skipped
+from weightdelta.record import data_name
+from weightdelta.session import Payload, RankSession
+from weightdelta.state import State, StateSource
+from weightdelta.stats import PublishStats
+from weightdelta.store import Store
+
+#: Pause between two tries of an entry whose slot is not known [s].
+DOUBT_PAUSE_S = 0.5
+
+
+class Publication:
+    """A publication under way; ``wait`` returns its stats."""
+
+    def __init__(self, future: "Future[Outcome]") -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        """Whether the outcome is known and the baseline has moved."""
+        return self._future.done()
+
+    def settled(self, timeout: float | None = None) -> bool:
+        """Wait for the outcome, whatever it is; False when it is not known in time."""
+        return bool(wait([self._future], timeout).done)
+
+    def wait(self, timeout: float | None = None) -> PublishStats:
+        """The stats of the committed version.
+
+        Raises:
+            WeightDeltaError: Why the publication was lost; the next one covers the span.
+            TimeoutError: Not known within ``timeout`` seconds; it goes on.
+        """
+        return self._future.result(timeout).result()
+
+
+def wait_for(last: Publication | None, *, config: Config) -> Busy | None:
+    """Wait for the publication before as ``on_busy`` says; the reason to skip, if any."""
+    if last is None or last.done():
+        return None
+    if config.on_busy == "wait" and last.settled(config.busy_wait_s):
+        return None
+    return Busy("publish: the previous publication is still running; the next one covers the span")
+
+
+class Peers:
+    """Objects exchanged among the ranks, from any thread, one exchange at a time."""
+
+    def __init__(self, *, rank: int, world_size: int, group: Any) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self._group = group
+
+    def gather(self, mine: Any) -> list[Any]:
+        """Every rank's object, on every rank.
+
+        Raises:
+            PublicationLost: A rank went away; the process group is of no more use.
+        """
+        if self.world_size == 1:
+            return [mine]
+        found: list[Any] = [None] * self.world_size
+        try:
+            dist.all_gather_object(found, mine, group=self._group)
+        except RuntimeError as e:
+            raise PublicationLost(
+                f"rank {self.rank}: another rank went away ({e}); restart the ranks"
+            ) from e
+        return found
+
+
+class Publisher:
+    """Publishes a training job's weights, one version a call.
+
+    Args:
+        store: URL of the run's store, or a ``Store``.
+        state: The live weights, or a function that returns them: a module, a dictionary of
+            tensors (plain or DTensor), or a ``StateSource``. A function is called anew at
+            each capture.
+        base: Path of the safetensors checkpoint that samplers boot from: version 0.
+        rank: This process's rank; taken from torch.distributed when left out.
+        world_size: Number of ranks.
+        group: A gloo process group for control messages that nothing else uses; one is made
+            when left out and there are several ranks (then all ranks must construct together).
+        config: Preset name, YAML path or ``Config``.
+        exclude: Patterns of names that are not published.
+        guard: Entered around each capture, for weights that something besides torch
+            optimizers writes.
+
+    Raises:
+        InputError: State, base and shards do not fit together; the message names the tensor.
+    """
+
+    def __init__(
+        self,
+        store: str | Store,
+        state: State | Callable[[], State],
+        *,
+        base: str | Path,
+        rank: int | None = None,
+        world_size: int | None = None,
+        group: Any = None,
+        config: str | Path | Config | None = None,
+        exclude: Sequence[str] = (),
+        guard: Guard | None = None,
+    ) -> None:
+        settings = Config.load(config)
+        self._store = store if isinstance(store, Store) else Store.of(store, config=settings)
+        self._state = _function(state)
+        self._guard = guard
+        self._peers = _peers(rank, world_size, group)
+        self._count = 0
+        self._last: Publication | None = None
+        self._lock = threading.Lock()
+        job = self._agree(Base(Path(base)), settings, tuple(exclude))
+        self._session = RankSession(
+            job, rank=self._peers.rank, store=self._store, clock=time.monotonic
+        )
+        self._writer = RunWriter(
+            self._store, config=settings, clock=time.time, nonce=secrets.token_hex(16)
+        )
+        try:
+            self._nonce = self._open(job)
+        except BaseException:
+            self._session.close()  # leave no hook behind
+            raise
+
+    @property
+    def job(self) -> Job:
+        """Layout, ownership and settings that the ranks agreed on."""
+        return self._session.job
+
+    def publish(self, *, step: int | None = None) -> Publication:
+        """Capture the current weights and publish them as the next version.
+
+        Returns once captured; every rank has to call it after the same optimizer step. Where
+        one rank has not finished the publication before, all ranks skip this one.
+
+        Raises:
+            Busy: Another publication is running and ``on_busy`` is ``error``. Ranks that were
+                not busy learn it from ``wait``.
+            WeightDeltaError: This rank could not capture; the others learn it from ``wait``.
+        """
+        with self._lock:
+            return self._publish(step)
+
+    def _publish(self, step: int | None) -> Publication:
+        busy = wait_for(self._last, config=self.job.config)
+        self._count += 1
+        write_id = blake3(f"{self._nonce}:{self._count}".encode()).hexdigest(length=16)
+
+        def deliver(item: Payload | WeightDeltaError) -> Outcome:
+            return self._deliver(write_id, step, item)
+
+        if busy is None:
+            try:
+                future = self._session.publish(
+                    self._state, write_id=write_id, deliver=deliver, guard=self._guard
+                )
+            except Busy as e:
+                busy = e
+        if busy is not None:
+            # Whatever happens here, this rank takes part: the others wait for its word.
+            future = self._session.skip(busy, deliver=deliver)
+        self._last = Publication(future)
+        if busy is not None and self.job.config.on_busy == "error":
+            raise busy
+        return self._last
+
+    def tag(self, name: str, *, version: int | None = None) -> int:
+        """Point a ref at a version (rank 0 writes it); the newest by default."""
+        if self._peers.rank:
+            return self._session.version if version is None else version
+        return self._writer.tag(name, version=version)
+
+    def close(self) -> None:
+        """Wait for the publication under way, then end threads and hooks."""
+        self._session.close(drain=True)
+
+    def _agree(self, base: Base, config: Config, exclude: tuple[str, ...]) -> Job:
+        """Every rank reports, every rank plans alike; the first error is everyone's error."""
+        mine = _attempt(
+            lambda: take_inventory(
+                self._state(), base=base_specs(base, exclude=exclude), exclude=exclude
+            )
+        )
+        inventories: list[Inventory] = _all_or_error(self._peers.gather(mine))
+        job = plan_job(inventories, base=base, config=config, exclude=exclude)
+        plans = self._peers.gather(job.plan.digest)
+        if len(set(plans)) > 1:
+            raise PublicationLost(f"ranks planned differently: {plans}; check their versions")
+        return job
+
+    def _open(self, job: Job) -> str:
+        """Fill the baselines, add up their digests, and let rank 0 open the run."""
+
+        def newest() -> int:
+            self._writer.log.refresh()
+            return self._writer.newest
+
+        version = max(_all_or_error(self._peers.gather(_attempt(newest))))
+        parts = _all_or_error(
+            self._peers.gather(_attempt(lambda: self._session.start(version=version, fresh=True)))
+        )
+        table = sum(parts[1:], parts[0])
+        opened = (
+            _attempt(lambda: self._writer.open(job, table=table)) if not self._peers.rank else 0
+        )
+        _all_or_error(self._peers.gather(opened))
+        nonce = secrets.token_hex(16)
+        found: str = self._peers.gather(nonce)[0]
+        return found
+
+    def _deliver(
+        self, write_id: str, step: int | None, item: Payload | WeightDeltaError
+    ) -> Outcome:
+        started = time.monotonic()
+        mine: Receipt | WeightDeltaError
+        try:
+            if isinstance(item, Payload):
+                if item.parts:
+                    self._store.write(data_name(write_id, self._peers.rank), item.parts)
+                mine = item.receipt.uploaded(time.monotonic() - started)
+            else:
+                mine = item
+        except WeightDeltaError as e:
+            mine = e
+        except Exception as e:  # noqa: BLE001 (the other ranks wait for this one's word)
+            mine = _as_lost(e)
+        found = self._peers.gather(mine)
+        outcome = None if self._peers.rank else self._conclude(write_id, step, found)
+        decided: Outcome = self._peers.gather(outcome)[0]
+        return decided
+
+    def _conclude(
+        self, write_id: str, step: int | None, found: Sequence[Receipt | WeightDeltaError]
+    ) -> Outcome:
+        """On rank 0: commit when every rank delivered, else name the first error."""
+        errors = [item for item in found if isinstance(item, WeightDeltaError)]
+        serious = [e for e in errors if not isinstance(e, Busy)]
+        if serious:
+            return Outcome(write_id, error=serious[0])
+        if errors:
+            if self.job.config.on_busy == "error":
+                return Outcome(write_id, error=errors[0])
+            return skipped(write_id, step=step, version=self._writer.newest)
+        try:
+            self._writer.begin(write_id, step=step)
+            for item in found:
+                if isinstance(item, Receipt):
+                    self._writer.add(item)
+            return self._commit(write_id)
+        except WeightDeltaError as e:
+            error = e
+        except Exception as e:  # noqa: BLE001 (the other ranks wait for this one's word)
+            error = _as_lost(e)
+        return self._writer.abort(write_id, error) or Outcome(write_id, error=error)
+
+    def _commit(self, write_id: str) -> Outcome:
+        while True:
+            try:
+                return self._writer.commit(write_id)
+            except CommitInDoubt:
+                time.sleep(DOUBT_PAUSE_S)
+
+
+def _function(state: State | Callable[[], State]) -> Callable[[], State]:
+    import torch
+
+    if isinstance(state, torch.nn.Module | StateSource) or not callable(state):
+        fixed = state
+        return lambda: fixed
+    return state
+
+
+def _peers(rank: int | None, world_size: int | None, group: Any) -> Peers:
+    ready = dist.is_available() and dist.is_initialized()
+    if rank is None:
+        rank = dist.get_rank() if ready else 0
+    if world_size is None:
+        world_size = dist.get_world_size() if ready else 1
+    if world_size > 1 and group is None:
+        group = dist.new_group(backend="gloo")
+    return Peers(rank=rank, world_size=world_size, group=group)
+
+
+def _attempt(call: Callable[[], Any]) -> Any:
+    """A call's result, or its error as a value that can be exchanged."""
+    try:
+        return call()
+    except WeightDeltaError as e:
+        return e
+    except Exception as e:  # noqa: BLE001 (the other ranks wait for this one's word)
+        return _as_lost(e)
+
+
+def _as_lost(error: Exception) -> PublicationLost:
+    lost = PublicationLost(f"a rank failed with {type(error).__name__}: {error}")
+    lost.__cause__ = error  # its traceback, where no other rank is involved
+    return lost
+
+
+def _all_or_error(items: list[Any]) -> list[Any]:
+    for item in items:
+        if isinstance(item, WeightDeltaError):
+            raise item
+    return items

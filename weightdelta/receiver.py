@@ -1,0 +1,504 @@
+"""``Receiver``: a sampler's side. Prepare while serving, apply in a pause, never a wrong weight.
+
+States: CLEAN at a version; APPLYING, when an apply was interrupted (calling ``apply`` again
+finishes it); DIRTY, when the weights belong to no version and have to be reloaded.
+"""
+
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+
+from weightdelta.apply import store_values
+from weightdelta.config import Config
+from weightdelta.decode import Staged, Stager
+from weightdelta.delta import DeltaReader
+from weightdelta.digest import U64, version_digest
+from weightdelta.errors import Busy, Dirty, InputError, NotPrepared, NotYet, StateMismatch
+from weightdelta.fetch import fetch_path
+from weightdelta.log import Log
+from weightdelta.placement import Resident, place
+from weightdelta.state import State, Tensors, find_aliases, read_state
+from weightdelta.stats import ApplyStats, PrepareStats
+from weightdelta.store import Store
+from weightdelta.versions import find_path
+
+Phase = Literal["CLEAN", "APPLYING", "DIRTY"]
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """An inference engine whose weights are patched in place."""
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """Live weights by canonical name, tied ones included."""
+        ...
+
+    def aliases(self) -> list[tuple[str, ...]]:
+        """Groups of names that are one tensor."""
+        ...
+
+    def paused(self) -> AbstractContextManager[Any]:
+        """A context in which no token is computed."""
+        ...
+
+
+@dataclass(slots=True)
+class _Step:
+    """A prepared move from one version to another, and the tensor digests of both."""
+
+    start: int
+    end: int
+    staged: list[Staged]
+    before: U64
+    after: U64
+    stats: PrepareStats
+
+    @property
+    def changed(self) -> int:
+        return sum(len(s.index) for s in self.staged)
+
+
+class Preparation:
+    """A preparation under way; ``wait`` returns its stats."""
+
+    def __init__(self, future: "Future[_Step]") -> None:
+        self._future = future
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._future.done()
+
+    def wait(self, timeout: float | None = None) -> PrepareStats:
+        """Block until the delta is staged.
+
+        Raises:
+            WeightDeltaError: Why it failed; the weights were not touched.
+            NotPrepared: ``release``, ``rollback``, ``attach`` or ``close`` dropped it.
+            TimeoutError: Not ready within ``timeout`` seconds; it goes on.
+        """
+        try:
+            return self._future.result(timeout).stats
+        except CancelledError:
+            raise NotPrepared("this preparation was dropped before it started") from None
+
+
+class Receiver:
+    """Follows a run's versions in the weights of a live model.
+
+    Construction reads the log and computes the digest of all weights to find which version they
+    are, usually 0, the base checkpoint.
+
+    Args:
+        store: URL of the run's store, or a ``Store``.
+        model: A module, a dictionary of tensors, or an ``Engine``; patched in place.
+        config: Preset name, YAML path or ``Config``.
+        exclude: Patterns of names in the model that are not published.
+        partial: The model holds only some of the run's tensors.
+
+    Raises:
+        NotYet: The store holds no run yet.
+        LayoutMismatch: The model's tensors are not the run's.
+        StateMismatch: The weights are no version of this run.
+    """
+
+    def __init__(
+        self,
+        store: str | Store,
+        model: torch.nn.Module | Mapping[str, torch.Tensor] | Engine,
+        *,
+        config: str | Path | Config | None = None,
+        exclude: Sequence[str] = (),
+        partial: bool = False,
+    ) -> None:
+        self._config = Config.load(config)
+        self._store = store if isinstance(store, Store) else Store.of(store, config=self._config)
+        self._engine = model if isinstance(model, Engine) else None
+        self._state: State = {} if isinstance(model, Engine) else model
+        self._exclude, self._partial = tuple(exclude), partial
+        self._log = Log(self._store)
+        self._reader = DeltaReader(self._store, config=self._config)
+        self._log.refresh()
+        if self._log.opened is None:
+            raise NotYet(f"store {self._store.url}: no run has been opened here yet")
+        self._layout = self._reader.layout(self._log.opened.layout)
+        self._residents: list[Resident] = []
+        self._pool = self._workers()
+        self._fetchers = ThreadPoolExecutor(self._config.store.threads, "weightdelta-fetch")
+        self._background = ThreadPoolExecutor(2, "weightdelta-prepare")
+        self._lock = threading.Lock()
+        self._preparation: Preparation | None = None
+        self._undo: _Step | None = None
+        self._moving: tuple[_Step, bool] | None = None
+        self._prepared = 0
+        self._phase: Phase = "DIRTY"
+        self._closed = False
+        self._version = -1
+        self._table = np.zeros(len(self._layout.tensors), np.uint64)
+        try:
+            self.attach()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def version(self) -> int:
+        """The version that the weights are; -1 when they are none."""
+        return self._version if self._phase != "DIRTY" else -1
+
+    @property
+    def state(self) -> Phase:
+        """CLEAN, APPLYING or DIRTY."""
+        return self._phase
+
+    @property
+    def integrity(self) -> Literal["verified", "partial"]:
+        """``partial`` when this receiver holds only some of the run's tensors."""
+        return "verified" if len(self._residents) == len(self._layout.tensors) else "partial"
+
+    def attach(self) -> int:
+        """Find out, by a full digest pass, which version the weights are.
+
+        The model's tensors are looked up anew, wherever they lie by now.
+
+        Raises:
+            LayoutMismatch: The model's tensors are not the run's.
+            StateMismatch: They are none; the message names tensors that differ from base.
+        """
+        with self._lock:
+            self._refuse_closed()
+            self._forget()
+            self._phase = "DIRTY"
+            self._residents = self._place()
+            self._log.refresh()
+            found = self._digests()
+            self._version = self._recognize(found)
+            self._table = self._full_table(found)
+            self._phase = "CLEAN"
+            return self._version
+
+    def prepare(self, *, version: int | None = None, ref: str | None = None) -> Preparation:
+        """Fetch, verify and stage a version in the background, while the model serves.
+
+        Args:
+            version: The version to go to; the newest by default.
+            ref: Name of a ref to go to instead.
+
+        Raises:
+            Busy: Another preparation is running.
+            Dirty: The weights are in no known version.
+            StateMismatch: A tensor was given other memory since ``attach``.
+            InputError: Both ``version`` and ``ref`` were given.
+        """
+        if version is not None and ref is not None:
+            raise InputError(f"prepare: expected a version or a ref, found {version} and {ref!r}")
+        with self._lock:
+            self._refuse_unclean()
+            if self._preparation and not self._preparation.done():
+                raise Busy("prepare: another preparation is running; wait for it")
+            self._refuse_moved()
+            self._drop_preparation()
+            self._preparation = Preparation(self._background.submit(self._prepare, version, ref))
+            return self._preparation
+
+    def apply(self) -> ApplyStats:
+        """Store the prepared version's weights; waits for a running preparation.
+
+        Raises:
+            NotPrepared: Nothing is prepared.
+            StateMismatch: The weights were edited meanwhile; nothing was stored.
+            WeightDeltaError: The preparation's own error; nothing was stored.
+        """
+        with self._lock:
+            self._refuse_closed()
+            if self._phase == "APPLYING" and self._moving:
+                # Stored values are absolute, so the whole move is simply done again.
+                return self._move(self._moving[0], back=self._moving[1])
+            self._refuse_unclean()
+            if self._preparation is None:
+                raise NotPrepared("apply: expected a prepared version, found none; call prepare()")
+            step = self._preparation._future.result()
+            if step.start != self._version:
+                raise NotPrepared(
+                    f"apply: prepared from version {step.start}, the weights are now "
+                    f"{self._version}; call prepare() again"
+                )
+            self._refuse_moved()
+            return self._move(step, back=False)
+
+    def rollback(self) -> ApplyStats:
+        """Go back to the version before the last ``apply``, without fetching anything.
+
+        Raises:
+            NotPrepared: No apply to undo; ``prepare(version=...)`` goes back any distance.
+        """
+        with self._lock:
+            self._refuse_unclean()
+            if self._undo is None:
+                raise NotPrepared(
+                    "rollback: expected an apply to undo, found none; use prepare(version=...)"
+                )
+            self._refuse_moved()
+            self._drop_preparation()
+            return self._move(self._undo, back=True)
+
+    def scrub(self) -> int:
+        """Check every weight against the version it should be; returns that version.
+
+        Raises:
+            StateMismatch: Some weight was edited behind the receiver's back.
+        """
+        with self._lock:
+            self._refuse_unclean()
+            self._refuse_moved()
+            return self._scrub()
+
+    def release(self) -> None:
+        """Drop all staging memory and the way back; the receiver can go on with ``prepare``."""
+        with self._lock:
+            if self._phase != "APPLYING":
+                self._forget()
+            if not self._closed:  # its threads keep work arrays as large as what was staged
+                self._pool.shutdown()
+                self._pool = self._workers()
+
+    def close(self) -> None:
+        """Release, and end the threads; every later call but ``release`` is refused."""
+        with self._lock:
+            self._closed = True
+            self._forget()
+        for pool in (self._background, self._fetchers, self._pool):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    # -- preparation -------------------------------------------------------------------------
+
+    def _prepare(self, version: int | None, ref: str | None) -> _Step:
+        started = time.monotonic()
+        self._log.refresh()
+        end = self._target(version, ref)
+        self._prepared += 1
+        if self._config.scrub_every and self._prepared % self._config.scrub_every == 0:
+            self._scrub()
+        path = find_path(
+            self._log,
+            start=self._version,
+            end=end,
+            max_chain=self._config.limits.max_chain,
+        )
+        stager = Stager(self._residents, pool=self._pool)
+        fetched_bytes, fetch_s, table = 0, 0.0, self._table.copy()
+        held = [r.tensor for r in self._residents]
+        for fetched in fetch_path(
+            self._reader,
+            path,
+            layout=self._layout,
+            tensors=held,
+            pool=self._fetchers,
+            ahead=self._background,
+        ):
+            stager.add(fetched)
+            fetched_bytes += fetched.nbytes
+            fetch_s += fetched.seconds
+            change = fetched.delta.index.tensor_digest
+            table = table + change if fetched.hop.forward else table - change
+        staged = self._finish(stager)
+        self._check_digest(table, end)
+        prepare_s = time.monotonic() - started
+        stats = PrepareStats(
+            from_version=self._version,
+            version=end,
+            hops=len(path),
+            fetched_bytes=fetched_bytes,
+            changed=sum(len(s.index) for s in staged),
+            fetch_s=fetch_s,
+            decode_s=max(prepare_s - fetch_s, 0.0),
+            prepare_s=prepare_s,
+        )
+        return _Step(self._version, end, staged, self._table, table, stats)
+
+    def _finish(self, stager: Stager) -> list[Staged]:
+        try:
+            return stager.finish()
+        except StateMismatch:
+            self._scrub()  # the weights are to blame, unless a full pass clears them
+            raise
+
+    def _target(self, version: int | None, ref: str | None) -> int:
+        if ref is not None:
+            if ref not in self._log.refs:
+                raise NotYet(f"ref {ref!r} has not been set in {self._store.url}")
+            return self._log.refs[ref]
+        if version is None:
+            return self._log.newest
+        self._log.digest(version)
+        return version
+
+    def _check_digest(self, table: U64, version: int) -> None:
+        """The digests after the path must hash to the version's own digest."""
+        expected = self._log.digest(version)
+        if version_digest(table) != expected:
+            raise StateMismatch(
+                f"version {version}: expected digest {expected[:16]}, the path leads to "
+                f"{version_digest(table)[:16]}; nothing was changed, attach() again"
+            )
+
+    # -- state -------------------------------------------------------------------------------
+
+    def _move(self, step: _Step, *, back: bool) -> ApplyStats:
+        start, end = (step.end, step.start) if back else (step.start, step.end)
+        changed = step.changed
+        pause = self._engine.paused() if self._engine else nullcontext()
+        for item in step.staged:
+            item.places  # noqa: B018 (computed before the pause)
+        with pause:
+            started = time.monotonic()
+            self._phase, self._moving = "APPLYING", (step, back)
+            try:
+                store_values(step.staged, pool=self._pool, back=back)
+            except StateMismatch:
+                self._phase = "DIRTY"
+                self._forget()
+                raise
+            # All of it before the pause ends: leaving the pause may fail as well.
+            self._arrive(step, back=back)
+            seconds = time.monotonic() - started
+        return ApplyStats(
+            from_version=start,
+            version=end,
+            changed=changed,
+            apply_s=seconds,
+            pause_s=seconds,
+            integrity=self.integrity,
+        )
+
+    def _arrive(self, step: _Step, *, back: bool) -> None:
+        """Note that a move is complete; what it leaves behind cannot be applied any more."""
+        self._version = step.start if back else step.end
+        self._table = step.before if back else step.after
+        if back or step.start != step.end:  # a move to where we are keeps the way back
+            if self._undo:
+                self._undo.staged = []
+            self._undo = None if back else step
+        self._moving = self._preparation = None
+        self._phase = "CLEAN"
+
+    def _recognize(self, found: U64) -> int:
+        if self.integrity == "partial":
+            return self._recognize_part(found)
+        digest = version_digest(found)
+        for version in range(self._log.newest, -1, -1):
+            if self._log.digest(version) == digest:
+                return version
+        raise StateMismatch(self._no_version(found))
+
+    def _recognize_part(self, found: U64) -> int:
+        """Walk the versions from 0, comparing only the tensors held here."""
+        held = np.array([r.tensor for r in self._residents], np.int64)
+        table = self._reader.table(self._log.digest(0), layout=self._layout)
+        match = 0 if np.array_equal(table[held], found[held]) else -1
+        for version in range(1, self._log.newest + 1):
+            delta = self._reader.delta(self._log.versions[version], layout=self._layout)
+            table = table + delta.index.tensor_digest
+            if np.array_equal(table[held], found[held]):
+                match = version
+        if match < 0:
+            raise StateMismatch(self._no_version(found))
+        return match
+
+    def _full_table(self, found: U64) -> U64:
+        """Digests of all tensors at the version found, those not held here included."""
+        if self.integrity == "verified":
+            return found
+        table = self._reader.table(self._log.digest(0), layout=self._layout)
+        for version in range(1, self._version + 1):
+            delta = self._reader.delta(self._log.versions[version], layout=self._layout)
+            table = table + delta.index.tensor_digest
+        return table
+
+    def _no_version(self, found: U64) -> str:
+        table = self._reader.table(self._log.digest(0), layout=self._layout)
+        names = [r.spec.name for r in self._residents if found[r.tensor] != table[r.tensor]]
+        return (
+            f"weights: expected a version of {self._store.url} (0 to {self._log.newest}), found "
+            f"none; {len(names)} of {len(self._residents)} tensors differ from base, first "
+            f"{names[0] if names else 'none'!r}; load the base checkpoint and attach()"
+        )
+
+    def _digests(self) -> U64:
+        table = np.zeros(len(self._layout.tensors), np.uint64)
+        values = self._pool.map(lambda r: r.digest(), self._residents)
+        for resident, value in zip(self._residents, values, strict=True):
+            table[resident.tensor] = value
+        return table
+
+    def _scrub(self) -> int:
+        found = self._digests()
+        wrong = [r.spec.name for r in self._residents if found[r.tensor] != self._table[r.tensor]]
+        if wrong:
+            self._phase = "DIRTY"
+            raise StateMismatch(
+                f"tensor {wrong[0]!r}: expected its weights at version {self._version}, found "
+                f"others ({len(wrong)} tensors differ); they were edited behind the receiver's "
+                "back. Reload a checkpoint and attach()"
+            )
+        return self._version
+
+    def _workers(self) -> ThreadPoolExecutor:
+        return ThreadPoolExecutor(self._config.threads, "weightdelta-receiver")
+
+    def _tensors(self) -> Tensors:
+        return self._engine.tensors() if self._engine else read_state(self._state)
+
+    def _place(self) -> list[Resident]:
+        return place(
+            self._tensors(),
+            layout=self._layout,
+            aliases=self._engine.aliases() if self._engine else find_aliases(self._state),
+            exclude=self._exclude,
+            partial=self._partial,
+        )
+
+    def _refuse_moved(self) -> None:
+        """Refuse weights that got other memory: nobody would read what is stored in the old."""
+        live = self._tensors()
+        for resident in self._residents:
+            if not resident.is_at(live.get(resident.name)):
+                self._phase = "DIRTY"
+                raise StateMismatch(
+                    f"tensor {resident.name!r}: expected it where attach() found it, found other "
+                    "memory (freed, moved or assigned); attach() again"
+                )
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise InputError("this receiver is closed; construct a new one")
+
+    def _refuse_unclean(self) -> None:
+        self._refuse_closed()
+        if self._phase == "DIRTY":
+            raise Dirty("the weights are in no known version; reload a checkpoint and attach()")
+        if self._phase == "APPLYING":
+            raise Dirty("an apply was interrupted; call apply() again to finish it")
+
+    def _forget(self) -> None:
+        self._drop_preparation()
+        for step in (self._undo, self._moving and self._moving[0]):
+            if step:
+                step.staged = []
+        self._undo = self._moving = None
+
+    def _drop_preparation(self) -> None:
+        """Forget a preparation; one that runs reads the weights, so it has to end first."""
+        dropped, self._preparation = self._preparation, None
+        if dropped is None or dropped._future.cancel():
+            return
+        if dropped._future.exception() is None:
+            # The caller may keep the Preparation; it must not keep the staged values.
+            dropped._future.result().staged = []

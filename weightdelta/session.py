@@ -1,0 +1,252 @@
+"""One trainer rank's side of every publication: capture, encode, deliver, settle.
+
+The capture runs inside the caller's call, within the step fence. Everything after it runs on
+one background thread: frames are encoded, handed to ``deliver`` and kept until the outcome is
+known. Only a committed outcome moves the baseline.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from weightdelta.baseline import Baseline, EncodedFrame, rebuild, replay
+from weightdelta.capture import FramePlanes, SnapshotCapture
+from weightdelta.delta import DeltaReader
+from weightdelta.digest import U64
+from weightdelta.encode import encode, histogram, tensor_digests
+from weightdelta.errors import Busy, InputError, PublicationLost, WeightDeltaError
+from weightdelta.fence import Guard, StepFence
+from weightdelta.job import Job
+from weightdelta.log import Log
+from weightdelta.publish import Outcome, Receipt
+from weightdelta.state import State
+from weightdelta.store import Store
+
+Clock = Callable[[], float]
+
+
+@dataclass(frozen=True, slots=True)
+class Payload:
+    """What one rank delivers: the bytes of its object, in order, and the receipt."""
+
+    parts: tuple[bytes, ...]
+    receipt: Receipt
+
+
+#: Uploads a payload, or reports the error in its place, and returns how the publication ended.
+Deliver = Callable[[Payload | WeightDeltaError], Outcome]
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """The planes of one capture, before encoding; ``steps`` is the fence's count."""
+
+    write_id: str
+    planes: Sequence[FramePlanes]
+    steps: int
+    mark: int | None
+    seconds: float
+
+
+class RankSession:
+    """Baseline, fence and background thread of one trainer rank."""
+
+    def __init__(self, job: Job, *, rank: int, store: Store, clock: Clock) -> None:
+        self.job = job
+        self.rank = rank
+        self._store = store
+        self._clock = clock
+        config = job.config
+        self._baseline = Baseline(job.layout, job.plan, rank, config.values)
+        self._fence = StepFence(max_step_delay_s=config.max_step_delay_s, clock=clock)
+        self._pool = ThreadPoolExecutor(config.threads, f"weightdelta-{rank}")
+        self._worker = ThreadPoolExecutor(1, f"weightdelta-{rank}-publish")
+        self._capture = SnapshotCapture(self._baseline, pool=self._pool)
+        # Held from a capture until its outcome is settled; released by another thread.
+        self._turn = threading.Lock()
+        self._closed = False
+        self._steps_at_commit: int | None = None
+
+    @property
+    def fence(self) -> StepFence:
+        """The step fence of this process."""
+        return self._fence
+
+    @property
+    def version(self) -> int:
+        """Version of the baseline."""
+        return self._baseline.version
+
+    def start(self, *, version: int, fresh: bool) -> U64:
+        """Fill the baseline with a committed version.
+
+        Args:
+            version: Newest committed version.
+            fresh: False after a restart of this rank alone: its step count then cannot be
+                compared with the others' until the next commit.
+
+        Returns:
+            Digest of each tensor over the owned elements: uint64, one per tensor.
+        """
+        self._rebuild(version)
+        if fresh:
+            self._steps_at_commit = self._fence.steps
+        return self._baseline.digests()
+
+    def _rebuild(self, version: int | None = None) -> None:
+        """Load base and replay the log up to a version, the newest by default."""
+        log, reader = self._log()
+        newest = log.newest if version is None else version
+        self._baseline.usable = False  # until the replay has ended
+        self._steps_at_commit = None
+        rebuild(
+            self._baseline,
+            base=self.job.base,
+            log=log,
+            reader=reader,
+            versions=range(1, newest + 1),
+        )
+
+    def catch_up(self, version: int) -> None:
+        """Bring a baseline that missed an outcome to a committed version.
+
+        Happens when this rank lost the coordinator between commit and answer. A rank that is
+        only late to hear of the commit waits for its own advance, which is cheaper and keeps
+        its count of steps.
+
+        Raises:
+            Busy: The previous publication has not ended within ``busy_wait_s``.
+        """
+        if not self._turn.acquire(timeout=self.job.config.busy_wait_s):
+            raise self._busy()
+        try:
+            if self._baseline.usable and version == self.version:
+                return
+            if not self._baseline.usable or version < self.version:
+                self._rebuild(version)
+                return
+            log, reader = self._log()
+            missed = range(self.version + 1, version + 1)
+            self._steps_at_commit = None
+            replay(self._baseline, log=log, reader=reader, versions=missed)
+        finally:
+            self._turn.release()
+
+    def _busy(self) -> Busy:
+        return Busy(f"rank {self.rank}: the previous publication has not ended")
+
+    def _log(self) -> tuple[Log, DeltaReader]:
+        log = Log(self._store)
+        log.refresh()
+        return log, DeltaReader(self._store, config=self.job.config)
+
+    def publish(
+        self,
+        state: Callable[[], State],
+        *,
+        write_id: str,
+        deliver: Deliver,
+        mark: int | None = None,
+        guard: Guard | None = None,
+    ) -> "Future[Outcome]":
+        """Capture now; encode and deliver in the background.
+
+        Returns:
+            A future of the outcome, done after the baseline has moved.
+
+        Raises:
+            Busy: The previous publication of this rank has not ended. ``deliver`` is not called
+                then, as it is for any other error: use ``skip``, or tell the others yourself.
+            CaptureDropped: An optimizer step could not wait.
+            LayoutMismatch: The state is not the one that was attached.
+            InputError: The session is closed.
+        """
+        if self._closed:
+            raise InputError(f"rank {self.rank}: this session is closed; attach again")
+        if not self._turn.acquire(timeout=self.job.config.max_step_delay_s):
+            raise self._busy()
+        try:
+            if not self._baseline.usable:
+                self._rebuild()
+            captured = self._take(state, write_id, mark, guard)
+        except BaseException as e:
+            self._worker.submit(self._refuse, e, deliver)
+            raise
+        return self._worker.submit(self._finish, captured, deliver)
+
+    def skip(self, reason: WeightDeltaError, *, deliver: Deliver) -> "Future[Outcome]":
+        """Take part in a publication without a capture, so that the others can end it too."""
+        return self._worker.submit(deliver, reason)
+
+    def close(self, *, drain: bool = False) -> None:
+        """Remove the hooks and end the threads; with ``drain`` after what they have in hand."""
+        self._closed = True
+        self._fence.close()
+        self._worker.shutdown(wait=drain, cancel_futures=not drain)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _take(
+        self, state: Callable[[], State], write_id: str, mark: int | None, guard: Guard | None
+    ) -> Captured:
+        started = self._clock()
+        with self._fence.capturing(guard=guard) as token:
+            steps = self._fence.steps
+            planes = self._capture.capture(state(), token=token)
+        return Captured(write_id, planes, steps, mark, self._clock() - started)
+
+    def _refuse(self, error: BaseException, deliver: Deliver) -> None:
+        """Tell the others that this rank captured nothing."""
+        try:
+            deliver(_known(self.rank, error))
+        finally:
+            self._turn.release()
+
+    def _finish(self, captured: Captured, deliver: Deliver) -> Outcome:
+        try:
+            try:
+                frames, payload = self._encode(captured)
+            except Exception as e:  # noqa: BLE001 (the other ranks must not wait for this one)
+                return deliver(_known(self.rank, e))
+            outcome = deliver(payload)
+            if outcome.version is not None:
+                self._baseline.advance(frames, version=outcome.version)
+                self._steps_at_commit = captured.steps
+            return outcome
+        finally:
+            self._turn.release()
+
+    def _encode(self, captured: Captured) -> tuple[list[EncodedFrame], Payload]:
+        started = self._clock()
+        baseline, at_commit = self._baseline, self._steps_at_commit
+        frames = encode(captured.planes, baseline=baseline, pool=self._pool)
+        measured = (
+            histogram(captured.planes, baseline=baseline) if self.job.config.measure_bound else None
+        )
+        ended = self._clock()
+        receipt = Receipt(
+            write_id=captured.write_id,
+            rank=self.rank,
+            parent=baseline.version,
+            steps=None if at_commit is None else captured.steps - at_commit,
+            mark=captured.mark,
+            sizes=np.array([f.sizes for f in frames], np.uint32).reshape(len(frames), -1),
+            hashes=np.frombuffer(b"".join(f.digest for f in frames), np.uint8).reshape(-1, 16),
+            digest_change=np.array([f.digest_change for f in frames], np.uint64),
+            changed=np.array([f.changed for f in frames], np.uint32),
+            tensor_digest=tensor_digests(captured.planes, baseline=baseline),
+            histogram=measured,
+            capture_s=captured.seconds,
+            encode_s=ended - started,
+            upload_s=0.0,
+        )
+        return frames, Payload(tuple(f.data for f in frames if f.data), receipt)
+
+
+def _known(rank: int, error: BaseException) -> WeightDeltaError:
+    """An error that every rank can be told."""
+    if isinstance(error, WeightDeltaError):
+        return error
+    return PublicationLost(f"rank {rank}: capture failed with {type(error).__name__}: {error}")
