@@ -29,6 +29,7 @@ from weightdelta.errors import Busy, WeightDeltaError
 from weightdelta.job import Job, plan_job
 from weightdelta.publish import Outcome, skipped
 from weightdelta.publisher import Publication, wait_for
+from weightdelta.replicas import refuse_divergence
 
 #: Longest wait of one question for an outcome [s].
 POLL_S = 20.0
@@ -250,12 +251,14 @@ def _start(
     """Fill every rank's baseline and open the run with what they add up to."""
     version = get(coordinator.newest.remote())
     shared = ray.put(inventories)
-    tables = get(
+    started: list[trainer.Started] = get(
         [
             h.__ray_call__.remote(trainer.start, attachment, job, rank, version, shared)
             for rank, h in enumerate(trainers)
         ]
     )
+    refuse_divergence([s.hashes for s in started])
+    tables = [s.table for s in started]
     get(coordinator.open.remote(sum(tables[1:], tables[0]), version))
 
 

@@ -29,6 +29,7 @@ from weightdelta.fence import unfenced
 from weightdelta.job import Job, base_specs, plan_job
 from weightdelta.publish import Outcome
 from weightdelta.record import data_name
+from weightdelta.replicas import Hashes
 from weightdelta.session import Payload, RankSession
 from weightdelta.state import State
 from weightdelta.store import Store
@@ -62,6 +63,19 @@ class Ack:
 
     seconds: float
     version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A rank that is ready.
+
+    Attributes:
+        table: Digests of the elements it owns: uint64, one per tensor of the layout.
+        hashes: Of its shards that other ranks hold too.
+    """
+
+    table: U64
+    hashes: Hashes
 
 
 class Heartbeat:
@@ -119,6 +133,15 @@ class Rank:
         """Remove the hooks and end the threads."""
         self._heart.close()
         self.session.close()
+
+    def hash_replicas(self, actor: Any, inventories: list[Inventory]) -> Hashes:
+        """Hashes of the shards that other ranks hold too."""
+        guard = self._guard
+        return self.session.hash_replicas(
+            lambda: self._state(actor),
+            inventories=inventories,
+            guard=None if guard is None else lambda: guard(actor),
+        )
 
     def capture(self, actor: Any, write_id: str, coordinator: Any) -> None:
         """Capture now; the rest happens on the session's thread."""
@@ -213,22 +236,19 @@ def describe(actor: Any, attachment: Attachment) -> Report:
 
 
 def start(
-    actor: Any,  # noqa: ARG001 (passed by __ray_call__)
+    actor: Any,
     attachment: Attachment,
     job: Job,
     rank: int,
     version: int,
     inventories: list[Inventory] | None = None,
-) -> U64:
-    """Fill the rank's baseline; with ``inventories`` also check the plan on this rank.
-
-    Returns:
-        Digests of the owned elements: uint64, one per tensor of the layout.
-    """
+) -> Started:
+    """Fill the rank's baseline; with ``inventories`` also check plan and replicas."""
     if inventories is not None:
         _check_plan(attachment, job, rank, inventories)
     found = Rank(attachment, job, rank=rank)
     try:
+        hashes = found.hash_replicas(actor, inventories or [])
         table = found.session.start(version=version, fresh=inventories is not None)
     except BaseException:
         found.close()  # leave no hook behind
@@ -237,7 +257,7 @@ def start(
     if before:
         before.close()
     _RANKS[attachment.group] = found
-    return table
+    return Started(table, hashes)
 
 
 def capture(

@@ -25,7 +25,7 @@ LAYERS: tuple[str, ...] = (
     # L3: named bytes
     "store log base delta baseline",
     # L4: one side of a publication
-    "fence capture encode job publish versions fetch placement decode apply",
+    "fence capture replicas encode job publish versions fetch placement decode apply",
     # L5: what users hold
     "session publisher engines engines.transformers receiver",
     # L6: what people run
@@ -33,7 +33,7 @@ LAYERS: tuple[str, ...] = (
 )
 
 #: Above L3 the two sides never meet: either can be deployed alone.
-TRAINER = "fence capture encode job publish session publisher"
+TRAINER = "fence capture replicas encode job publish session publisher"
 SAMPLER = "versions fetch placement decode apply engines engines.transformers receiver"
 
 #: The Ray actors stand on top of the library, in their own order.

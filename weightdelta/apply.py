@@ -36,6 +36,12 @@ def store_values(staged: Sequence[Staged], *, pool: Executor, back: bool = False
     )
 
 
+def rehearse(staged: Sequence[Staged]) -> None:
+    """Do ahead of the pause what can be: compile the kernel, map the offsets; store nothing."""
+    for item in staged:
+        ops().scatter(item.resident.memory, item.places[:0], expect=item.old[:0], new=item.new[:0])
+
+
 def _scatter(item: Staged, *, back: bool) -> int:
     expect, new = (item.new, item.old) if back else (item.old, item.new)
     return ops().scatter(item.resident.memory, item.places, expect=expect, new=new)

@@ -62,10 +62,13 @@ class Baseline:
     version: int = 0
     frames: dict[int, Elements] = field(default_factory=dict)
     usable: bool = True
+    _chunks: dict[int, Chunks] = field(default_factory=dict)
 
     def chunks(self, frame: int) -> Chunks:
         """Where the chunks of a frame lie."""
-        return chunks_of(self.plan.frame(frame), layout=self.layout)
+        if frame not in self._chunks:
+            self._chunks[frame] = chunks_of(self.plan.frame(frame), layout=self.layout)
+        return self._chunks[frame]
 
     def load(self, base: Base) -> None:
         """Fill every owned frame with version 0."""

@@ -10,6 +10,7 @@ It guards against accidents, not against an adversary: a sum of 64-bit mixes can
 The element-level functions live in ``kernels``; this module holds the constants and the table.
 """
 
+from functools import lru_cache
 from typing import Final
 
 import numpy as np
@@ -26,6 +27,7 @@ M2: Final = 0x94D049BB133111EB
 MASK: Final = (1 << 64) - 1
 
 
+@lru_cache(maxsize=1 << 20)
 def seed(name: str) -> int:
     """The 64-bit seed of a tensor: the first eight bytes of its name's BLAKE3, little-endian."""
     return int.from_bytes(blake3(name.encode()).digest(length=8), "little")

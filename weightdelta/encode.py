@@ -2,29 +2,32 @@
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
 from weightdelta.baseline import Baseline, EncodedFrame
-from weightdelta.capture import FramePlanes
 from weightdelta.codecs import sparse
 from weightdelta.digest import U64
 from weightdelta.kernels import ops
+
+if TYPE_CHECKING:  # a coordinator needs no torch
+    from weightdelta.capture import FramePlanes
 
 #: Distinct XOR values and how often each occurs, by element width in bytes.
 Histogram = Mapping[int, tuple[U64, npt.NDArray[np.int64]]]
 
 
 def encode(
-    planes: Sequence[FramePlanes], *, baseline: Baseline, pool: Executor
+    planes: Sequence["FramePlanes"], *, baseline: Baseline, pool: Executor
 ) -> list[EncodedFrame]:
     """Compress and hash every frame, one task a frame, in frame order."""
     return list(pool.map(lambda item: _encode(item, baseline), planes))
 
 
-def _encode(item: FramePlanes, baseline: Baseline) -> EncodedFrame:
+def _encode(item: "FramePlanes", baseline: Baseline) -> EncodedFrame:
     width = baseline.plan.frame(item.frame).width
     data, sizes = sparse.encode_frame(
         item.planes, width=width, values="xor" if baseline.values == "xor" else "diff"
@@ -39,7 +42,7 @@ def _encode(item: FramePlanes, baseline: Baseline) -> EncodedFrame:
     )
 
 
-def tensor_digests(planes: Sequence[FramePlanes], *, baseline: Baseline) -> U64:
+def tensor_digests(planes: Sequence["FramePlanes"], *, baseline: Baseline) -> U64:
     """Each tensor's digest change over the owned frames: uint64, one per tensor."""
     table = np.zeros(len(baseline.layout.tensors), np.uint64)
     for item in planes:
@@ -51,7 +54,7 @@ def tensor_digests(planes: Sequence[FramePlanes], *, baseline: Baseline) -> U64:
     return table
 
 
-def histogram(planes: Sequence[FramePlanes], *, baseline: Baseline) -> Histogram:
+def histogram(planes: Sequence["FramePlanes"], *, baseline: Baseline) -> Histogram:
     """How often each XOR value occurs, while the baseline still holds the old bytes."""
     found: dict[int, list[U64]] = {}
     for item in planes:

@@ -138,7 +138,6 @@ class StepFence:
                 token, self._capture = self._capture, None
                 if token is not None:
                     token.dropped = True
-            self._drop_raised()
             self._stepping[caller] = threading.get_ident()
             self.delay_s = max(self.delay_s, self._clock() - started)
 

@@ -3,16 +3,19 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from weightdelta.base import Base
-from weightdelta.capture import Inventory
 from weightdelta.config import Config
 from weightdelta.errors import LayoutMismatch
 from weightdelta.frame import FramePlan
 from weightdelta.layout import Layout, TensorSpec
 from weightdelta.ownership import assign, collect
+
+if TYPE_CHECKING:  # a coordinator needs no torch
+    from weightdelta.capture import Inventory
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ def base_specs(base: Base, *, exclude: Iterable[str] = ()) -> dict[str, TensorSp
 
 
 def plan_job(
-    inventories: Sequence[Inventory],
+    inventories: Sequence["Inventory"],
     *,
     base: Base,
     config: Config,
@@ -87,7 +90,7 @@ def plan_job(
     return Job(layout, plan, len(inventories), base, config)
 
 
-def _aliases(inventories: Sequence[Inventory]) -> Mapping[str, str]:
+def _aliases(inventories: Sequence["Inventory"]) -> Mapping[str, str]:
     merged: dict[str, str] = {}
     for rank, inventory in enumerate(inventories):
         for alias, target in inventory.aliases.items():

@@ -151,9 +151,11 @@ class Log:
             where = log_name(self.next_seq)
             entry = decode(data, seq=self.next_seq, where=where)
             if entry.prev != self._tip:
+                before = log_name(self.next_seq - 1) if self._tip else "nothing"
                 raise DamagedObject(
                     f"{where}: follows an entry that hashes to {entry.prev or 'nothing'}, "
-                    f"but the one before it hashes to {self._tip or 'nothing'}"
+                    f"but {before}, which comes before it, hashes to {self._tip or 'nothing'}; "
+                    "one of the two was replaced"
                 )
             self._check(entry, where=where)
             self._take(entry)

@@ -277,10 +277,9 @@ class RunWriter:
 
     def abort(self, write_id: str, error: WeightDeltaError) -> Outcome | None:
         """Give a publication up, unless its entry has been sent already (then None)."""
-        if write_id in self._outcomes:
-            return self._outcomes[write_id]
-        if self.pending and self.pending.write_id == write_id and self.pending.committing:
-            return None
+        known = self.outcome(write_id)  # the log's word counts, also for an earlier writer's
+        if known is not None or (self.pending and self.pending.committing):
+            return known
         return self._end(Outcome(write_id, error=error))
 
     def skip(self, write_id: str) -> Outcome:

@@ -24,6 +24,7 @@ from weightdelta.fence import Guard
 from weightdelta.job import Job, base_specs, plan_job
 from weightdelta.publish import Outcome, Receipt, RunWriter, skipped
 from weightdelta.record import data_name
+from weightdelta.replicas import Hashes, refuse_divergence
 from weightdelta.session import Payload, RankSession
 from weightdelta.state import State, StateSource
 from weightdelta.stats import PublishStats
@@ -208,6 +209,7 @@ class Publisher:
             )
         )
         inventories: list[Inventory] = _all_or_error(self._peers.gather(mine))
+        self._inventories = inventories
         job = plan_job(inventories, base=base, config=config, exclude=exclude)
         plans = self._peers.gather(job.plan.digest)
         if len(set(plans)) > 1:
@@ -221,6 +223,8 @@ class Publisher:
             self._writer.log.refresh()
             return self._writer.newest
 
+        hashes = self._peers.gather(_attempt(self._hash_replicas))
+        refuse_divergence(_all_or_error(hashes))
         version = max(_all_or_error(self._peers.gather(_attempt(newest))))
         parts = _all_or_error(
             self._peers.gather(_attempt(lambda: self._session.start(version=version, fresh=True)))
@@ -233,6 +237,11 @@ class Publisher:
         nonce = secrets.token_hex(16)
         found: str = self._peers.gather(nonce)[0]
         return found
+
+    def _hash_replicas(self) -> Hashes:
+        return self._session.hash_replicas(
+            self._state, inventories=self._inventories, guard=self._guard
+        )
 
     def _deliver(
         self, write_id: str, step: int | None, item: Payload | WeightDeltaError

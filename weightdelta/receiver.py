@@ -6,21 +6,22 @@ finishes it); DIRTY, when the weights belong to no version and have to be reload
 
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Literal
 
 import numpy as np
 import torch
 
-from weightdelta.apply import store_values
+from weightdelta.apply import rehearse, store_values
 from weightdelta.config import Config
 from weightdelta.decode import Staged, Stager
 from weightdelta.delta import DeltaReader
 from weightdelta.digest import U64, version_digest
+from weightdelta.engines import Engine
 from weightdelta.errors import Busy, Dirty, InputError, NotPrepared, NotYet, StateMismatch
 from weightdelta.fetch import fetch_path
 from weightdelta.log import Log
@@ -31,23 +32,6 @@ from weightdelta.store import Store
 from weightdelta.versions import find_path
 
 Phase = Literal["CLEAN", "APPLYING", "DIRTY"]
-
-
-@runtime_checkable
-class Engine(Protocol):
-    """An inference engine whose weights are patched in place."""
-
-    def tensors(self) -> Mapping[str, torch.Tensor]:
-        """Live weights by canonical name, tied ones included."""
-        ...
-
-    def aliases(self) -> list[tuple[str, ...]]:
-        """Groups of names that are one tensor."""
-        ...
-
-    def paused(self) -> AbstractContextManager[Any]:
-        """A context in which no token is computed."""
-        ...
 
 
 @dataclass(slots=True)
@@ -310,6 +294,7 @@ class Receiver:
             table = table + change if fetched.hop.forward else table - change
         staged = self._finish(stager)
         self._check_digest(table, end)
+        rehearse(staged)
         prepare_s = time.monotonic() - started
         stats = PrepareStats(
             from_version=self._version,
@@ -355,8 +340,6 @@ class Receiver:
         start, end = (step.end, step.start) if back else (step.start, step.end)
         changed = step.changed
         pause = self._engine.paused() if self._engine else nullcontext()
-        for item in step.staged:
-            item.places  # noqa: B018 (computed before the pause)
         with pause:
             started = time.monotonic()
             self._phase, self._moving = "APPLYING", (step, back)
@@ -399,13 +382,10 @@ class Receiver:
         raise StateMismatch(self._no_version(found))
 
     def _recognize_part(self, found: U64) -> int:
-        """Walk the versions from 0, comparing only the tensors held here."""
+        """The newest version whose digests of the tensors held here are those found."""
         held = np.array([r.tensor for r in self._residents], np.int64)
-        table = self._reader.table(self._log.digest(0), layout=self._layout)
-        match = 0 if np.array_equal(table[held], found[held]) else -1
-        for version in range(1, self._log.newest + 1):
-            delta = self._reader.delta(self._log.versions[version], layout=self._layout)
-            table = table + delta.index.tensor_digest
+        match = -1
+        for version, table in self._tables(self._log.newest):
             if np.array_equal(table[held], found[held]):
                 match = version
         if match < 0:
@@ -416,11 +396,18 @@ class Receiver:
         """Digests of all tensors at the version found, those not held here included."""
         if self.integrity == "verified":
             return found
+        for _, table in self._tables(self._version):
+            found = table
+        return found
+
+    def _tables(self, last: int) -> Iterator[tuple[int, U64]]:
+        """Every version up to ``last`` with its tensor digests."""
         table = self._reader.table(self._log.digest(0), layout=self._layout)
-        for version in range(1, self._version + 1):
+        yield 0, table
+        for version in range(1, last + 1):
             delta = self._reader.delta(self._log.versions[version], layout=self._layout)
             table = table + delta.index.tensor_digest
-        return table
+            yield version, table
 
     def _no_version(self, found: U64) -> str:
         table = self._reader.table(self._log.digest(0), layout=self._layout)

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
+from rich.box import SQUARE
 from rich.markup import escape
 from rich.table import Table
 
@@ -76,7 +77,9 @@ def log_table(log: Log, *, url: str) -> Table:
         "digest",
         "refs",
     ):
-        table.add_column(column, justify="left" if column in {"digest", "refs"} else "right")
+        table.add_column(
+            column, justify="left" if column in {"digest", "refs"} else "right", overflow="fold"
+        )
     refs: dict[int, list[str]] = {}
     for name, version in sorted(log.refs.items()):
         refs.setdefault(version, []).append(name)
@@ -131,7 +134,9 @@ def delta_table(delta: Delta) -> Table:
         title_justify="left",
     )
     for column in ("frame", "object", "bytes", "raw", "changed", "tensors"):
-        table.add_column(column, justify="left" if column in {"object", "tensors"} else "right")
+        table.add_column(
+            column, justify="left" if column in {"object", "tensors"} else "right", overflow="fold"
+        )
     for row in delta_rows(delta):
         names = row["tensors"]
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -155,6 +160,7 @@ def findings_table(found: Findings, *, url: str) -> Table:
         title=f"{escape(url)}: {found.versions} versions, {found.frames} frames: {verdict}",
         title_justify="left",
         show_header=False,
+        box=None if found.ok else SQUARE,
     )
     table.add_column("problem", overflow="fold")
     for problem in found.problems:

@@ -13,15 +13,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from weightdelta.baseline import Baseline, EncodedFrame, rebuild, replay
-from weightdelta.capture import FramePlanes, SnapshotCapture
+from weightdelta.capture import FramePlanes, Inventory, SnapshotCapture
 from weightdelta.delta import DeltaReader
 from weightdelta.digest import U64
 from weightdelta.encode import encode, histogram, tensor_digests
 from weightdelta.errors import Busy, InputError, PublicationLost, WeightDeltaError
 from weightdelta.fence import Guard, StepFence
+from weightdelta.index import SLOTS
 from weightdelta.job import Job
 from weightdelta.log import Log
 from weightdelta.publish import Outcome, Receipt
+from weightdelta.replicas import Hashes, hash_shards, shared_boxes
 from weightdelta.state import State
 from weightdelta.store import Store
 
@@ -109,6 +111,20 @@ class RankSession:
             reader=reader,
             versions=range(1, newest + 1),
         )
+
+    def hash_replicas(
+        self,
+        state: Callable[[], State],
+        *,
+        inventories: Sequence[Inventory],
+        guard: Guard | None = None,
+    ) -> Hashes:
+        """Hashes of this rank's shards that other ranks hold too (``refuse_divergence``)."""
+        shared = shared_boxes(inventories)
+        if not shared:
+            return {}
+        with self._fence.capturing(guard=guard):
+            return hash_shards(state(), shared=shared, layout=self.job.layout)
 
     def catch_up(self, version: int) -> None:
         """Bring a baseline that missed an outcome to a committed version.
@@ -232,7 +248,7 @@ class RankSession:
             parent=baseline.version,
             steps=None if at_commit is None else captured.steps - at_commit,
             mark=captured.mark,
-            sizes=np.array([f.sizes for f in frames], np.uint32).reshape(len(frames), -1),
+            sizes=np.array([f.sizes for f in frames], np.uint32).reshape(-1, SLOTS),
             hashes=np.frombuffer(b"".join(f.digest for f in frames), np.uint8).reshape(-1, 16),
             digest_change=np.array([f.digest_change for f in frames], np.uint64),
             changed=np.array([f.changed for f in frames], np.uint32),

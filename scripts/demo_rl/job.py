@@ -15,7 +15,7 @@ from demo_rl.trainer import TrainerActor
 #: Texts a sampler makes at once, as prompts x samples a prompt.
 SHAPES = {"smollm2": (4, 4), "tiny": (8, 8)}
 #: Learning rates at which each model visibly learns within a few steps.
-RATES = {"smollm2": 3e-6, "tiny": 3e-5}
+RATES = {"smollm2": 2e-5, "tiny": 3e-5}
 
 
 def start_ray() -> None:

@@ -1,0 +1,291 @@
+"""The step fence in one process: no capture beside a step, and no step waits for long."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from weightdelta.errors import CaptureDropped
+from weightdelta.fence import StepFence, Token, unfenced
+from weightdelta.state import StateSource
+
+#: Bound that a test never waits out unless it is about the bound [s].
+LONG = 60.0
+SHORT = 0.05
+#: What a broken fence is given to show itself [s].
+MOMENT = 0.2
+
+
+class Tearing(torch.optim.Optimizer):
+    """Writes the two halves of each parameter apart; ``between`` runs in the middle."""
+
+    def __init__(self, params: Any, between: Callable[[], None] = lambda: None) -> None:
+        super().__init__(params, {})
+        self.between = between
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override] # noqa: ARG002
+        """Add one to everything."""
+        with torch.no_grad():
+            for p in self.param_groups[0]["params"]:
+                p[: len(p) // 2] += 1
+                self.between()
+                p[len(p) // 2 :] += 1
+
+
+@contextmanager
+def fence(bound: float = LONG) -> Iterator[StepFence]:
+    made = StepFence(max_step_delay_s=bound, clock=time.monotonic)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@contextmanager
+def thread(work: Callable[[], Any]) -> Iterator[threading.Thread]:
+    """Run ``work`` beside the block, and join it."""
+    running = threading.Thread(target=work, daemon=True)
+    running.start()
+    try:
+        yield running
+    finally:
+        running.join(LONG)
+        assert not running.is_alive()
+
+
+def capture(f: StepFence, work: Callable[[Token], Any], *, guard: Any = None) -> None:
+    """Do ``work`` as one capture."""
+    with f.capturing(guard=guard) as token:
+        work(token)
+
+
+def weights() -> torch.nn.Parameter:
+    return torch.nn.Parameter(torch.zeros(8))
+
+
+def torn(seen: torch.Tensor) -> bool:
+    return len(set(seen.tolist())) > 1
+
+
+@pytest.mark.parametrize("hooked", [True, False])
+def test_a_capture_waits_for_a_running_step(hooked: bool) -> None:
+    """Without the hooks the same interleaving reads half a step."""
+    w = weights()
+    halfway, go, read = threading.Event(), threading.Event(), threading.Event()
+    seen: list[torch.Tensor] = []
+
+    def between() -> None:
+        halfway.set()
+        assert go.wait(LONG)
+
+    def look(_: Token) -> None:
+        seen.append(w.detach().clone())
+        read.set()
+
+    with fence() as f:
+        if not hooked:
+            f.close()
+        with thread(Tearing([w], between).step):
+            assert halfway.wait(LONG)
+            with thread(lambda: capture(f, look)):
+                assert read.wait(MOMENT if hooked else LONG) is not hooked
+                go.set()
+        assert f.steps == int(hooked)
+    assert torn(seen[0]) is not hooked
+
+
+@pytest.mark.parametrize("hooked", [True, False])
+def test_a_step_waits_for_a_running_capture(hooked: bool) -> None:
+    w = weights()
+    halfway = threading.Event()
+    with fence() as f:
+        if not hooked:
+            f.close()
+        with f.capturing():
+            first = w[:4].detach().clone()
+            stepping = threading.Thread(target=Tearing([w], halfway.set).step, daemon=True)
+            stepping.start()
+            if hooked:
+                assert not halfway.wait(MOMENT)
+            else:
+                stepping.join(LONG)
+            second = w[4:].detach().clone()
+        stepping.join(LONG)
+        assert f.steps == int(hooked)
+    assert torn(torch.cat([first, second])) is not hooked
+    assert w.detach().tolist() == [1.0] * 8
+
+
+def test_a_step_waits_its_bound_then_drops_the_capture() -> None:
+    w = weights()
+    optimizer = Tearing([w])
+
+    def stay(token: Token) -> None:
+        with thread(optimizer.step):
+            pass  # the step has ended, in the middle of the capture
+        assert w.detach().tolist() == [1.0] * 8
+        assert token.dropped
+
+    with fence(SHORT) as f:
+        with pytest.raises(CaptureDropped, match="next publication covers"):
+            capture(f, stay)
+        assert f.steps == 1
+        assert f.delay_s >= SHORT
+        with f.capturing() as token:  # and the fence is as before
+            assert not token.dropped
+
+
+def test_a_dropped_capture_cannot_end_the_next_one() -> None:
+    w = weights()
+    optimizer = Tearing([w])
+    entered, proceed = threading.Event(), threading.Event()
+
+    def linger(_: Token) -> None:
+        entered.set()
+        assert proceed.wait(LONG)
+
+    def late() -> None:
+        with pytest.raises(CaptureDropped):
+            capture(f, linger)
+
+    def stay(token: Token) -> None:
+        proceed.set()
+        running.join(LONG)  # the late one leaves within this one, which keeps the fence
+        assert not token.dropped
+        optimizer.step()
+        assert token.dropped
+
+    with fence(SHORT) as f, thread(late) as running:
+        assert entered.wait(LONG)
+        optimizer.step()  # drops it
+        with pytest.raises(CaptureDropped):
+            capture(f, stay)
+
+
+def test_a_capture_gives_up_on_a_step_that_does_not_end() -> None:
+    w = weights()
+    halfway, go = threading.Event(), threading.Event()
+
+    def between() -> None:
+        halfway.set()
+        assert go.wait(LONG)
+
+    optimizer = Tearing([w], between)
+    with fence(SHORT) as f, thread(optimizer.step):
+        assert halfway.wait(LONG)
+        with pytest.raises(CaptureDropped, match="after the step's result"), f.capturing():
+            pytest.fail("captured beside a step")
+        go.set()
+
+
+def test_two_captures_never_overlap() -> None:
+    with fence(SHORT) as f, f.capturing(), pytest.raises(CaptureDropped), f.capturing():
+        pytest.fail("two captures at once")
+
+
+def test_a_step_that_raised_is_over() -> None:
+    """No hook tells of it, so its frame does; on whichever thread it was."""
+    w = weights()
+
+    def explode() -> None:
+        raise ArithmeticError("overflow")
+
+    optimizer = Tearing([w], explode)
+
+    def attempt() -> None:
+        with pytest.raises(ArithmeticError):
+            optimizer.step()
+        raised.set()
+        assert go.wait(LONG)  # the thread lives on, as a pool's does
+
+    raised, go = threading.Event(), threading.Event()
+    with fence(SHORT) as f, thread(attempt):
+        assert raised.wait(LONG)
+        with f.capturing() as token:
+            assert not token.dropped
+        go.set()
+    assert f.steps == 0
+
+
+def test_a_step_inside_a_step_does_not_open_the_fence() -> None:
+    inner_weights, w = weights(), weights()
+    inner = Tearing([inner_weights])
+    refused: list[bool] = []
+
+    def between() -> None:
+        inner.step()
+
+        def try_capture() -> None:
+            try:
+                with f.capturing():
+                    refused.append(False)
+            except CaptureDropped:
+                refused.append(True)
+
+        with thread(try_capture):
+            pass
+
+    with fence(SHORT) as f:
+        Tearing([w], between).step()
+        with f.capturing():
+            pass
+    assert refused == [True]
+    assert f.steps == 2
+
+
+def test_guard_is_held_around_the_capture_and_left_on_errors() -> None:
+    events: list[str] = []
+
+    @contextmanager
+    def guard() -> Iterator[None]:
+        events.append("in")
+        try:
+            yield
+        finally:
+            events.append("out")
+
+    def fail(_: Token) -> None:
+        events.append("capture")
+        raise KeyError("state")
+
+    with fence() as f, pytest.raises(KeyError):
+        capture(f, fail, guard=guard)
+    assert events == ["in", "capture", "out"]
+
+
+def test_closed_fence_sees_no_step() -> None:
+    w = weights()
+    with fence() as f:
+        Tearing([w]).step()
+    Tearing([w]).step()
+    assert f.steps == 1
+
+
+def test_unfenced_names_what_no_optimizer_steps() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    weight, bias, scale, shift = model.parameters()
+    bias.requires_grad_(False)
+    optimizer = torch.optim.SGD([weight, scale], lr=1.0)
+    running = ["1.running_mean", "1.running_var", "1.num_batches_tracked"]
+    assert unfenced(model) == ["1.bias", *running]
+    optimizer.add_param_group({"params": [shift]})
+    assert unfenced(model) == running  # a forward pass writes them
+
+
+def test_unfenced_follows_views_and_leaves_sources_to_their_owner() -> None:
+    w = weights()
+    optimizer = torch.optim.SGD([w], lr=1.0)
+    assert unfenced({"w": w.detach(), "half": w.detach()[4:]}) == []
+    assert unfenced({"other": torch.zeros(2), "empty": torch.zeros(0)}) == ["other"]
+    assert unfenced(StateSource(tensors=lambda: {"other": torch.zeros(2)})) == []
+    assert optimizer.param_groups
+
+
+def test_token_is_silent_until_dropped() -> None:
+    Token().check()
+    with pytest.raises(CaptureDropped):
+        Token(dropped=True).check()
