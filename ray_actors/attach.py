@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import ray
+from ray.actor import ActorHandle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ray_actors import trainer
@@ -24,12 +25,14 @@ from ray_actors.coordinator import Coordinator
 from ray_actors.publisher import NodePublisher
 from weightdelta.base import Base
 from weightdelta.capture import Inventory
+from weightdelta.codecs.names import Codec
 from weightdelta.config import Config
-from weightdelta.errors import Busy, WeightDeltaError
+from weightdelta.errors import Busy, InputError, PublicationLost, WeightDeltaError
 from weightdelta.job import Job, plan_job
 from weightdelta.publish import Outcome, skipped
 from weightdelta.publisher import Publication, wait_for
 from weightdelta.replicas import refuse_divergence
+from weightdelta.store import Store
 
 #: Longest wait of one question for an outcome [s].
 POLL_S = 20.0
@@ -49,12 +52,15 @@ class TrainerGroup:
         *,
         attachment: Attachment,
         job: Job,
+        shared: Any,
         coordinator: Any,
         concurrent: bool,
     ) -> None:
         self._handles = list(handles)
         self._attachment = attachment
         self._job = job
+        self._shared = shared  # a coordinator that restarts needs it
+        self._lives = 0
         self.coordinator = coordinator
         self.publishers = attachment.publishers
         self._concurrent = concurrent
@@ -68,29 +74,39 @@ class TrainerGroup:
         """Layout, ownership and settings that all ranks agreed on."""
         return self._job
 
-    def publish(self, *, step: int | None = None) -> Publication:
+    def publish(self, *, step: int | None = None, codec: Codec | None = None) -> Publication:
         """Publish the current weights of all ranks as the next version.
 
         On actors that run their calls in order it returns at once: the capture takes its place
         behind the step that was submitted before. On threaded and asyncio actors call it only
-        after every rank's step has returned; it returns when all ranks have captured.
+        after every rank's step has returned; it returns when all ranks have captured. ``codec``
+        stands in for the one in the settings, this time; tensors with one of their own keep it.
 
         Raises:
             Busy: The previous publication is running and ``on_busy`` is ``error``.
+            ConfigError: The codec does not take the values that the settings name.
             WeightDeltaError: On concurrent actors, what a rank's capture raised.
         """
+        if codec is not None:
+            self._job.config.with_codec(codec)  # refused here rather than on every rank
         with self._publishing:
-            return self._publish(secrets.token_hex(16), step)
+            return self._publish(secrets.token_hex(16), step, codec)
 
-    def _publish(self, write_id: str, step: int | None) -> Publication:
+    def _publish(self, write_id: str, step: int | None, codec: Codec | None) -> Publication:
         strict = self._job.config.on_busy == "error"
         busy = wait_for(self._last, config=self._job.config)
         if busy is not None:
             if strict:
                 raise busy
             return _settled(skipped(write_id, step=step, version=self._ask("newest")))
-        version = self._ask("begin", write_id, step)
-        acks = self._capture(write_id, version)
+        try:
+            version = self._ask("begin", write_id, step)
+            acks = self._capture(write_id, version, codec)
+        except BaseException as e:
+            # Interrupted in between: without this the next ones would find it still under way.
+            lost = PublicationLost(f"publish was interrupted by {type(e).__name__}")
+            self.coordinator.fail.remote(write_id, lost)
+            raise
         self._last = Publication(self._follow(write_id, acks))
         if self._concurrent:
             error = first_error(acks)
@@ -100,7 +116,7 @@ class TrainerGroup:
                     raise error
         return self._last
 
-    def _capture(self, write_id: str, version: int) -> list[Any]:
+    def _capture(self, write_id: str, version: int, codec: Codec | None) -> list[Any]:
         """Start the captures, without Ray's retries.
 
         A second capture would replace an object whose hash the first one's receipt may already
@@ -109,7 +125,7 @@ class TrainerGroup:
         group, coordinator = self._attachment.group, self.coordinator
         return [
             handle.__ray_call__.options(max_task_retries=0).remote(
-                trainer.capture, group, rank, write_id, version, coordinator
+                trainer.capture, group, rank, write_id, version, coordinator, codec
             )
             for rank, handle in enumerate(self._handles)
         ]
@@ -124,16 +140,22 @@ class TrainerGroup:
         return found
 
     def close(self) -> None:
-        """Wait for the publication under way, take the hooks off the trainers, end the actors."""
+        """Take the hooks off the trainers and end the actors.
+
+        Waits for the publication under way, up to ``store.retry_s``: where a store has failed
+        for good, its outcome will never be known.
+        """
         with self._publishing:
             if self._last:
-                self._last.settled()
+                self._last.settled(self._job.config.store.retry_s)
             with self._reviving:
                 self._closed = True
             _detach(self._handles, self._attachment, self.coordinator)
 
     def _ask(self, method: str, *args: Any) -> Any:
         """Ask the coordinator; one that was killed for good is replaced first."""
+        if self._closed:
+            raise InputError("this group was closed; attach again")
         coordinator = self.coordinator
         try:
             return get(getattr(coordinator, method).remote(*args))
@@ -144,7 +166,9 @@ class TrainerGroup:
     def _revive(self, gone: Any) -> None:
         with self._reviving:
             if not self._closed and self.coordinator is gone:
-                self.coordinator = _coordinator(self._attachment, self._job)
+                self._lives += 1
+                group = self._attachment.group
+                self.coordinator = _coordinator(self._shared, group=group, life=self._lives)
 
     def _follow(self, write_id: str, acks: list[Any]) -> "Future[Outcome]":
         """Watch the captures and the outcome on a thread; trainers are never asked again."""
@@ -209,13 +233,14 @@ def attach(
         UnfencedWriter: See ``guard``.
     """
     settings = Config.load(config)
+    _check(trainers, store, settings)
     attachment = Attachment(
         group=secrets.token_hex(8),
         store=store,
         base=str(Path(base).resolve()),
         exclude=tuple(exclude),
         config=settings,
-        state=pickled(state or (lambda self: self.published_state())),
+        state=pickled(state or trainer.published),
         guard=pickled(guard),
         mark=pickled(mark),
         publishers={},
@@ -226,7 +251,8 @@ def attach(
     inventories = [r.inventory for r in reports]
     job = plan_job(inventories, base=Base(Path(attachment.base)), config=settings, exclude=exclude)
     attachment.publishers.update(_publishers(reports, attachment))
-    coordinator = _coordinator(attachment, job)
+    shared = ray.put((attachment, job))
+    coordinator = _coordinator(shared, group=attachment.group)
     try:
         _start(trainers, attachment, job, coordinator, inventories)
     except BaseException:
@@ -236,9 +262,21 @@ def attach(
         trainers,
         attachment=attachment,
         job=job,
+        shared=shared,
         coordinator=coordinator,
         concurrent=any(r.concurrent for r in reports),
     )
+
+
+def _check(trainers: Sequence[Any], store: str, config: Config) -> None:
+    """Refuse before any actor is started what no actor could use."""
+    handles: list[Any] = list(trainers) if hasattr(trainers, "__len__") else [trainers]
+    if not handles or not all(isinstance(h, ActorHandle) for h in handles):
+        raise InputError(
+            "attach: expected a list of Ray actor handles, in rank order, found "
+            + (", ".join(sorted({type(h).__name__ for h in handles})) or "an empty list")
+        )
+    Store.of(store, config=config)
 
 
 def _start(
@@ -283,9 +321,17 @@ def _publishers(reports: Sequence[trainer.Report], attachment: Attachment) -> di
     }
 
 
-def _coordinator(attachment: Attachment, job: Job) -> Any:
-    name = f"weightdelta-coordinator-{attachment.group}"
-    return ray.remote(Coordinator).options(**COORDINATOR, name=name).remote(attachment, job)
+def _coordinator(shared: Any, *, group: str, life: int = 0) -> Any:
+    """Start a coordinator.
+
+    Args:
+        shared: Reference to attachment and job. A large argument lies in the object store and a
+            restart needs it again, so whoever starts the actor has to keep the reference.
+        group: The attachment's id.
+        life: How many coordinators there were before; a name is never used twice.
+    """
+    name = f"weightdelta-coordinator-{group}" + (f"-{life}" if life else "")
+    return ray.remote(Coordinator).options(**COORDINATOR, name=name).remote([shared])
 
 
 def _settled(outcome: Outcome) -> Publication:

@@ -8,9 +8,12 @@ ask about a publication it does not know whether the log has it.
 import asyncio
 import secrets
 import time
+from collections.abc import Sequence
 from typing import Any
 
-from ray_actors.calls import Attachment
+import ray
+
+from ray_actors.calls import Attachment, get
 from weightdelta.digest import U64
 from weightdelta.errors import (
     Busy,
@@ -36,9 +39,14 @@ class Coordinator:
         writer: The writer of this life; a new one opens a new epoch.
     """
 
-    def __init__(self, attachment: Attachment, job: Job) -> None:
-        self._attachment = attachment
+    def __init__(self, shared: Sequence[Any]) -> None:
+        # A reference in a list: an argument of its own would be fetched by Ray, which then warns
+        # at every start that a restart could miss it; the driver keeps it.
+        found = shared[0]
+        job: Job
+        self._attachment, job = get(found) if isinstance(found, ray.ObjectRef) else found
         self._job = job
+        attachment: Attachment = self._attachment
         self._changed = asyncio.Condition()
         self._lock = asyncio.Lock()
         self._entering = asyncio.Lock()

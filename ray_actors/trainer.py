@@ -19,8 +19,11 @@ from ray import cloudpickle
 from ray_actors.calls import ActorGone, Attachment, get
 from weightdelta.base import Base
 from weightdelta.capture import Inventory, take_inventory
+from weightdelta.codecs.names import Codec
 from weightdelta.digest import U64
 from weightdelta.errors import (
+    Fenced,
+    InputError,
     PublicationLost,
     UnfencedWriter,
     WeightDeltaError,
@@ -123,6 +126,7 @@ class Rank:
 
     def __init__(self, attachment: Attachment, job: Job, *, rank: int) -> None:
         self.rank = rank
+        self.store = attachment.store
         self._store = Store.of(attachment.store, config=attachment.config)
         self._publisher = attachment.publishers.get(ray.get_runtime_context().get_node_id())
         self._state, self._guard, self._mark = _functions(attachment)
@@ -143,7 +147,9 @@ class Rank:
             guard=None if guard is None else lambda: guard(actor),
         )
 
-    def capture(self, actor: Any, write_id: str, coordinator: Any) -> None:
+    def capture(
+        self, actor: Any, write_id: str, coordinator: Any, *, codec: Codec | None = None
+    ) -> None:
         """Capture now; the rest happens on the session's thread."""
         guard = self._guard
         mark = None if self._mark is None else int(self._mark(actor))
@@ -155,6 +161,7 @@ class Rank:
                 deliver=lambda item: self._deliver(write_id, item, coordinator),
                 mark=mark,
                 guard=None if guard is None else lambda: guard(actor),
+                codec=codec,
             )
         except BaseException:
             self._heart.stop(write_id)  # the driver hears of it by the exception
@@ -213,8 +220,24 @@ class Rank:
 
 
 _RANKS: dict[str, Rank] = {}
+#: Groups whose store another attachment has taken over.
+_SUPERSEDED: set[str] = set()
 #: Concurrent actors may run two captures at once; only one of them starts a session.
 _STARTING = threading.Lock()
+
+
+def published(actor: Any) -> State:
+    """The default ``state=``: what a ``TrainerRank`` publishes.
+
+    Raises:
+        InputError: The actor is of another class.
+    """
+    if not isinstance(actor, TrainerRank):
+        raise InputError(
+            f"attach: actors of class {type(actor).__name__} need state=, for example "
+            "state=lambda self: self.model; only a wd.TrainerRank has a default"
+        )
+    return actor.published_state()
 
 
 def describe(actor: Any, attachment: Attachment) -> Report:
@@ -227,7 +250,15 @@ def describe(actor: Any, attachment: Attachment) -> Report:
     # Ray runs a sync actor's calls in the main thread, in order; any other kind uses a pool.
     concurrent = threading.current_thread() is not threading.main_thread()
     function, guard, _ = _functions(attachment)
-    state: State = function(actor)
+    try:
+        state: State = function(actor)
+    except WeightDeltaError:
+        raise
+    except Exception as e:
+        raise InputError(
+            f"attach: state= raised {type(e).__name__} on an actor of class "
+            f"{type(actor).__name__}: {e}"
+        ) from e
     if concurrent and guard is None:
         _refuse_unfenced(state)
     specs = base_specs(Base(_path(attachment)), exclude=attachment.exclude)
@@ -253,19 +284,32 @@ def start(
     except BaseException:
         found.close()  # leave no hook behind
         raise
-    before = _RANKS.pop(attachment.group, None)
-    if before:
-        before.close()
+    for group in [g for g, r in _RANKS.items() if r.store == attachment.store]:
+        # One store holds one run: whoever attached before is fenced from now on.
+        _RANKS.pop(group).close()
+        _SUPERSEDED.add(group)
+    _SUPERSEDED.discard(attachment.group)
     _RANKS[attachment.group] = found
     return Started(table, hashes)
 
 
 def capture(
-    actor: Any, group: str, rank: int, write_id: str, version: int, coordinator: Any
+    actor: Any,
+    group: str,
+    rank: int,
+    write_id: str,
+    version: int,
+    coordinator: Any,
+    codec: Codec | None = None,
 ) -> Ack:
     """Capture the rank's weights against ``version`` and publish them in the background."""
     started = time.monotonic()
     with _STARTING:
+        if group in _SUPERSEDED:
+            raise Fenced(
+                f"rank {rank}: another job has attached to this store since; this group must "
+                "not publish any more"
+            )
         if group not in _RANKS:
             # This process was restarted since attach.
             attachment, job = get(coordinator.bundle.remote())
@@ -273,7 +317,7 @@ def capture(
         found = _RANKS[group]
     if found.session.version != version:
         found.session.catch_up(version)
-    found.capture(actor, write_id, coordinator)
+    found.capture(actor, write_id, coordinator, codec=codec)
     return Ack(time.monotonic() - started, version)
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from weightdelta.base import Base
 from weightdelta.baseline import Baseline, EncodedFrame, rebuild
 from weightdelta.capture import FramePlanes, Inventory, SnapshotCapture, take_inventory
+from weightdelta.codecs.names import IDS
 from weightdelta.config import Config
 from weightdelta.delta import DeltaReader
 from weightdelta.digest import U64
@@ -88,7 +89,12 @@ def job_of(
         return job
     found = collect([i.shards for i in inventories], layout=job.layout)
     owners = assign(found, layout=job.layout, world_size=len(inventories))
-    plan = FramePlan.build(owners, layout=job.layout, max_bytes=max_bytes)
+    plan = FramePlan.build(
+        owners,
+        layout=job.layout,
+        max_bytes=max_bytes,
+        groups=[job.config.codec_group(t.name) for t in job.layout.tensors],
+    )
     return replace(job, plan=plan)
 
 
@@ -108,7 +114,9 @@ class Rank:
 
     def encode(self, state: State) -> list[EncodedFrame]:
         """Encoded frames of one capture, kept for ``settle``."""
-        self.frames = encode(self.capture(state), baseline=self.baseline, pool=POOL)
+        self.frames = encode(
+            self.capture(state), baseline=self.baseline, pool=POOL, config=self.job.config
+        )
         return self.frames
 
     def deliver(
@@ -116,7 +124,8 @@ class Rank:
     ) -> Receipt:
         """Capture, encode, upload; the receipt."""
         planes = self.capture(state)
-        self.frames = frames = encode(planes, baseline=self.baseline, pool=POOL)
+        frames = encode(planes, baseline=self.baseline, pool=POOL, config=self.job.config)
+        self.frames = frames
         data = [f.data for f in frames if f.data]
         if data:
             store.write(data_name(write_id, self.rank), data)
@@ -127,6 +136,7 @@ class Rank:
             parent=self.baseline.version,
             steps=steps,
             mark=None,
+            codecs=np.array([IDS[f.codec] if f.changed else 0 for f in frames], np.uint8),
             sizes=np.array([f.sizes for f in frames], np.uint32).reshape(len(frames), 15),
             hashes=np.frombuffer(b"".join(f.digest for f in frames), np.uint8).reshape(-1, 16),
             digest_change=np.array([f.digest_change for f in frames], np.uint64),

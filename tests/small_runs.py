@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from weightdelta.base import Base
 from weightdelta.capture import take_inventory
+from weightdelta.codecs.names import Codec
 from weightdelta.config import Config
 from weightdelta.errors import WeightDeltaError
 from weightdelta.frame import FramePlan
@@ -105,7 +106,9 @@ class SmallRun:
             layout=job.layout,
             world_size=ranks,
         )
-        job = replace(job, plan=FramePlan.build(owners, layout=job.layout, max_bytes=max_bytes))
+        groups = [config.codec_group(t.name) for t in job.layout.tensors]
+        plan = FramePlan.build(owners, layout=job.layout, max_bytes=max_bytes, groups=groups)
+        job = replace(job, plan=plan)
         self._sessions = [
             RankSession(job, rank=r, store=self.store, clock=lambda: 0.0) for r in range(ranks)
         ]
@@ -122,13 +125,13 @@ class SmallRun:
         """The newest committed version."""
         return len(self.versions) - 1
 
-    def publish(self, *, step: int | None = None) -> PublishStats:
+    def publish(self, *, step: int | None = None, codec: Codec | None = None) -> PublishStats:
         """Publish the live weights as the next version."""
-        stats = self.upload(step=step)()
+        stats = self.upload(step=step, codec=codec)()
         self.versions.append(all_bits(self.live))
         return stats
 
-    def upload(self, *, step: int | None = None) -> Commit:
+    def upload(self, *, step: int | None = None, codec: Codec | None = None) -> Commit:
         """Capture and upload; what is returned commits."""
         write_id = secrets.token_hex(16)
         self.writer.begin(write_id, step=step)
@@ -151,7 +154,8 @@ class SmallRun:
             return decided.result(60)
 
         ends = [
-            s.publish(lambda: self.live, write_id=write_id, deliver=deliver) for s in self._sessions
+            s.publish(lambda: self.live, write_id=write_id, deliver=deliver, codec=codec)
+            for s in self._sessions
         ]
         uploaded.result(60)
 
@@ -162,14 +166,14 @@ class SmallRun:
 
         return commit
 
-    def step(self, seed: int, *, share: float = 0.1) -> PublishStats:
+    def step(self, seed: int, *, share: float = 0.1, codec: Codec | None = None) -> PublishStats:
         """Change some elements of every tensor at random, then publish."""
         g = torch.Generator().manual_seed(seed)
         for tensor in self.live.values():
             ints = as_ints(tensor)
             hit = torch.rand(tensor.shape, generator=g) < share
             ints[hit] ^= 1
-        return self.publish(step=seed)
+        return self.publish(step=seed, codec=codec)
 
     def model(self, version: int = 0) -> Weights:
         """A fresh sampler's weights at a version."""

@@ -54,6 +54,12 @@ def test_an_empty_file_means_the_defaults(tmp_path: Path) -> None:
         ({"threads": True}, ["threads", "found True"]),
         ({"values": "sum"}, ["values", "'diff'", "'xor'"]),
         ({"codec": "gzip"}, ["codec", "sparse+zstd"]),
+        ({"codec": "none"}, ["values", "'none'", "'xor'", "found 'diff'"]),
+        ({"codec": "zstd", "values": "diff"}, ["values", "'zstd'", "'xor'"]),
+        ({"codec_by_tensor": {"*": "lz4+zstd"}}, ["values", "'lz4+zstd'", "'xor'"]),
+        ({"codec_by_ref": {"rollout": "zstd"}}, ["values", "'zstd'", "'xor'"]),
+        ({"codec_by_ref": {"eval": "zstd"}, "values": "xor"}, ["codec_by_ref", "rollout"]),
+        ({"codec_by_tensor": {"*": "lz4"}, "values": "xor"}, ["codec_by_tensor", "lz4+zstd"]),
         ({"frame_bytes": 1}, ["frame_bytes"]),
         ({"frame_bytes": 1 << 31}, ["frame_bytes"]),
         ({"store": 7}, ["store"]),
@@ -85,6 +91,35 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     for name in ("latin.yaml", "absent.yaml"):
         with pytest.raises(ConfigError, match=name):
             Config.load(tmp_path / name)
+
+
+def test_the_nearest_choice_of_a_codec_counts() -> None:
+    config = Config.of(
+        {
+            "values": "xor",
+            "codec": "zstd",
+            "codec_by_ref": {"rollout": "lz4+zstd"},
+            "codec_by_tensor": {"head.*": "none", "*.bias": "sparse+zstd"},
+        }
+    )
+    found = [config.codec_for(name) for name in ("head.bias", "body.bias", "body.weight", "head")]
+    assert found == ["none", "sparse+zstd", "lz4+zstd", "lz4+zstd"]
+    other = config.with_codec("snappy+zstd")
+    assert [other.codec_for(n) for n in ("head.bias", "body.weight")] == ["none", "snappy+zstd"]
+    groups = [config.codec_group(n) for n in ("head.bias", "x.bias", "y.bias", "a", "b")]
+    assert len(set(groups)) == 3
+    assert groups[1] == groups[2]
+    assert groups[3] == groups[4]
+    assert groups == [other.codec_group(n) for n in ("head.bias", "x.bias", "y.bias", "a", "b")]
+
+
+def test_a_codec_that_does_not_fit_is_refused_for_one_publication_too() -> None:
+    with pytest.raises(ConfigError, match=r"'lz4\+zstd' codes the XOR mask .* found 'diff'"):
+        Config().with_codec("lz4+zstd")
+    wrong: Any = "sparse"
+    with pytest.raises(ConfigError, match=r"did you mean 'sparse\+zstd'"):
+        Config().with_codec(wrong)
+    assert Config().with_codec("sparse+zstd").codec == "sparse+zstd"
 
 
 def test_settings_do_not_change() -> None:

@@ -8,91 +8,46 @@ normal run takes a seeded sample; ``WEIGHTDELTA_FULL=1`` damages every byte and 
 import os
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from small_runs import SmallRun, all_bits, some_weights
+from damage import (
+    ALL_CODECS,
+    SETTINGS,
+    Damage,
+    Repository,
+    draw,
+    flips,
+    follow,
+    judge,
+    kind_of,
+    lengths,
+    swaps,
+)
 
-from weightdelta.config import Config
-from weightdelta.errors import WeightDeltaError
-from weightdelta.receiver import Receiver
-from weightdelta.store import Store
+from weightdelta.codecs.names import Codec
 from weightdelta.verify import verify
 
 FULL = os.environ.get("WEIGHTDELTA_FULL") == "1"
 pytestmark = [pytest.mark.fault, pytest.mark.timeout(3600 if FULL else 180)]
-SETTINGS = Config.of({"threads": 1, "store": {"threads": 1, "fsync": False}})
-
-
-@dataclass(frozen=True)
-class Damage:
-    """What an object holds instead; None when it is gone."""
-
-    name: str
-    how: str
-    data: bytes | None
-
-    @property
-    def kind(self) -> str:
-        """What the object is."""
-        if self.name.startswith("data/"):
-            return "index" if self.name.endswith("/index") else "data"
-        return self.name.split("/")[0]
-
-    def __str__(self) -> str:
-        return f"{self.name}: {self.how}"
-
-
-class Repository:
-    """A run on local disk, and every object's bytes."""
-
-    def __init__(self, folder: Path, seed: int, versions: int = 3) -> None:
-        self.root = folder / "store"
-        self.root.mkdir(parents=True)
-        self.store = Store(self.root, timeout_s=None, fsync=False)
-        self.run = SmallRun(folder, store=self.store, weights=some_weights(seed), max_bytes=64)
-        for step in range(versions - 1):
-            self.run.step(seed + step)
-        self.run.writer.tag("eval")
-        self.run.step(seed + versions)
-        self.run.close()
-        self.objects = {name: (self.root / name).read_bytes() for name in self.store.names("")}
-
-    def put(self, name: str, data: bytes | None) -> None:
-        """Replace one object."""
-        if data is None:
-            (self.root / name).unlink()
-        else:
-            (self.root / name).write_bytes(data)
+#: Damages at random, besides those of every kind; ``scripts/soak damage`` does a hundred thousand.
+COUNT = 5000
+#: Codecs of a run's versions; ranks and frames change with them.
+MIXTURES: tuple[tuple[Codec, ...], ...] = (
+    ("sparse+zstd", "snappy+zstd"),
+    ("lz4+zstd", "zstd"),
+    ("none",),
+)
 
 
 @pytest.fixture(scope="module")
 def repositories(tmp_path_factory: pytest.TempPathFactory) -> tuple[Repository, Repository]:
     folder = tmp_path_factory.mktemp("runs")
-    return Repository(folder / "one", 1), Repository(folder / "other", 50)
-
-
-def _flips(name: str, data: bytes) -> Iterator[Damage]:
-    for at, byte in enumerate(data):
-        flipped = data[:at] + bytes([byte ^ 1 << at % 8]) + data[at + 1 :]
-        yield Damage(name, f"byte {at} of {len(data)} flipped", flipped)
-
-
-def _lengths(name: str, data: bytes) -> Iterator[Damage]:
-    yield Damage(name, "missing", None)
-    for size in range(len(data)):
-        yield Damage(name, f"cut to {size} of {len(data)}", data[:size])
-    for extra in (b"\0", b"\n", data):
-        yield Damage(name, f"extended by {len(extra)}", data + extra)
-
-
-def _swaps(name: str, data: bytes, others: dict[str, bytes], whose: str) -> Iterator[Damage]:
-    kind = Damage(name, "", None).kind
-    for other, content in others.items():
-        if Damage(other, "", None).kind == kind and content != data:
-            yield Damage(name, f"has the bytes of {whose} {other}", content)
+    return (
+        Repository(folder / "one", 1, ("sparse+zstd", "sparse+zstd")),
+        Repository(folder / "other", 50, ("sparse+zstd", "sparse+zstd")),
+    )
 
 
 def _sampled(damages: Sequence[Damage], count: int) -> list[Damage]:
@@ -102,66 +57,52 @@ def _sampled(damages: Sequence[Damage], count: int) -> list[Damage]:
 
 
 def _all(one: Repository, other: Repository, *, share: float = 1.0) -> list[Damage]:
-    flips = [d for item in one.objects.items() for d in _flips(*item)]
-    lengths = [d for item in one.objects.items() for d in _lengths(*item)]
-    swaps = [d for item in one.objects.items() for d in _swaps(*item, one.objects, "its")]
-    swaps += [d for item in one.objects.items() for d in _swaps(*item, other.objects, "a foreign")]
-    missing = [Damage(name, "missing", None) for name in one.objects]
+    items = list(one.objects.items())
+    swapped = [d for item in items for d in swaps(*item, one.objects, "its")]
+    swapped += [d for item in items for d in swaps(*item, other.objects, "a foreign")]
     return [
-        *_sampled(flips, int(500 * share)),
-        *_sampled(lengths, int(250 * share)),
-        *missing,
-        *_sampled(swaps, int(100 * share)),
+        *_sampled([d for item in items for d in flips(*item)], int(500 * share)),
+        *_sampled([d for item in items for d in lengths(*item)], int(250 * share)),
+        *(Damage.to(name, "missing", None) for name in one.objects),
+        *_sampled(swapped, int(100 * share)),
     ]
 
 
-def _follow(repository: Repository) -> tuple[str, int]:
-    """What becomes of a fresh sampler: how it ended, and at which version."""
-    run = repository.run
-    model = run.model()
-    try:
-        receiver = Receiver(repository.store, model, config=SETTINGS)
-    except WeightDeltaError as e:
-        assert all_bits(model) == run.versions[0]
-        return e.kind, 0
-    try:
-        receiver.prepare().wait()
-    except WeightDeltaError as e:
-        assert all_bits(model) == run.versions[0]
-        assert (receiver.state, receiver.version) == ("CLEAN", 0)
-        return e.kind, 0
-    else:
-        receiver.apply()
-        assert all_bits(model) == run.versions[receiver.version]
-        return "", receiver.version
-    finally:
-        receiver.close()
+def _tally(damages: Sequence[Damage], one: Repository) -> Counter[str]:
+    """Judge every damage; how often each end was met."""
+    seen: Counter[str] = Counter()
+    for damage in damages:
+        error, version = one.suffer(damage)
+        judge(damage, one, error=error, version=version)
+        seen[error or f"version {version}"] += 1
+    return seen
 
 
 def test_no_damage_ever_reaches_a_weight(
     repositories: tuple[Repository, Repository],
 ) -> None:
     one, other = repositories
-    newest = one.run.newest
-    assert _follow(one) == ("", newest)
-    seen: Counter[str] = Counter()
-    for damage in _all(one, other):
-        one.put(damage.name, damage.data)
-        error, version = _follow(one)
-        one.put(damage.name, one.objects[damage.name])
-        seen[error or f"version {version}"] += 1
-        last = sorted(n for n in one.objects if n.startswith("log/"))[-1]
-        tail = damage.name == last and damage.data is None
-        if not error:
-            # What a receiver that holds the whole base never reads cannot harm it.
-            unread = damage.kind in ("head", "table") or (
-                damage.kind == "data" and damage.how.startswith("extended")
-            )
-            assert unread or tail, f"{damage} was not noticed"
-            assert tail or version == newest, f"{damage} left the receiver at version {version}"
-    print(f"{sum(seen.values())} damages: {dict(seen)}")
+    assert follow(one) == ("", one.run.newest)
+    seen = _tally(_all(one, other, share=1.0 if FULL else 0.3), one)
     assert seen["damaged-object"] > 100
     assert seen["missing-object"] > 5
+
+
+@pytest.mark.parametrize("codecs", MIXTURES, ids=" ".join)
+def test_thousands_of_damages_to_all_codecs_are_found(
+    codecs: tuple[Codec, ...], tmp_path: Path
+) -> None:
+    one, other = Repository(tmp_path / "one", 1, codecs), Repository(tmp_path / "other", 60, codecs)
+    assert follow(one) == ("", one.run.newest)
+    count = -(-COUNT // len(MIXTURES))
+    rng = random.Random(20)
+    seen = _tally([draw(rng, one, other) for _ in range(count)], one)
+    assert seen["damaged-object"] > count / 2
+    assert seen["missing-object"] > count / 50
+
+
+def test_the_mixtures_leave_no_codec_out() -> None:
+    assert {codec for codecs in MIXTURES for codec in codecs} == set(ALL_CODECS)
 
 
 def test_verify_names_the_damaged_object(
@@ -174,7 +115,7 @@ def test_verify_names_the_damaged_object(
         one.put(damage.name, damage.data)
         found = verify(one.store, config=SETTINGS, deep=True)
         one.put(damage.name, one.objects[damage.name])
-        if damage.kind == "head" and (damage.data is None or _is_old(damage.data, one)):
+        if kind_of(damage.name) == "head" and (damage.data is None or _is_old(damage.data, one)):
             assert found.ok, f"{damage}: {found.problems}"
         else:
             named = [p for p in found.problems if damage.name in p]
@@ -194,12 +135,11 @@ def test_two_objects_that_changed_places_are_found(
     names = sorted(one.objects)
     for i, first in enumerate(names):
         for second in names[i + 1 :]:
-            same = Damage(first, "", None).kind == Damage(second, "", None).kind
-            if not same or one.objects[first] == one.objects[second]:
+            if kind_of(first) != kind_of(second) or one.objects[first] == one.objects[second]:
                 continue
             one.put(first, one.objects[second])
             one.put(second, one.objects[first])
-            error, _version = _follow(one)
+            error, _version = follow(one)
             problems = " ".join(verify(one.store, config=SETTINGS, deep=True).problems)
             one.put(first, one.objects[first])
             one.put(second, one.objects[second])

@@ -143,7 +143,7 @@ def test_frames_are_hashed_sized_and_in_order(values: str, tmp_path: Path) -> No
     config = Config.of({"values": values})
     rank = Rank(job_for(new, save(tmp_path, old), config=config, max_bytes=32))
     planes = rank.capture(new)
-    frames = encode(planes, baseline=rank.baseline, pool=POOL)
+    frames = encode(planes, baseline=rank.baseline, pool=POOL, config=config)
     assert [f.frame for f in frames] == list(rank.baseline.plan.owned(0))
     assert sum(f.changed for f in frames) == 6
     for frame, item in zip(frames, planes, strict=True):

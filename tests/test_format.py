@@ -27,6 +27,7 @@ WIDTHS = {
     **dict.fromkeys(["U32", "I32", "F32"], 4),
     **dict.fromkeys(["U64", "I64", "F64", "C64"], 8),
 }
+CODECS = ["sparse+zstd", "snappy+zstd", "lz4+zstd", "zstd", "none"]
 M = (1 << 64) - 1
 Segment = tuple[int, int, int, int, int]  # tensor, first, rows, run, stride
 
@@ -44,6 +45,70 @@ def h(term: int, b: int) -> int:
 def hashed(data: bytes, expected: str) -> bytes:
     assert blake3(data).hexdigest() == expected
     return data
+
+
+def snappy(data: bytes) -> bytes:
+    """A raw Snappy block, decoded as its format description says."""
+    at = size = shift = 0
+    while True:
+        byte, at = data[at], at + 1
+        size |= (byte & 127) << shift
+        shift += 7
+        if byte < 128:
+            break
+    out = bytearray()
+    while at < len(data):
+        tag, at = data[at], at + 1
+        if tag & 3 == 0:
+            length = (tag >> 2) + 1
+            if length > 60:
+                more = length - 60
+                length = int.from_bytes(data[at : at + more], "little") + 1
+                at += more
+            out += data[at : at + length]
+            at += length
+            continue
+        more = {1: 1, 2: 2, 3: 4}[tag & 3]
+        back = int.from_bytes(data[at : at + more], "little")
+        at += more
+        length = (tag >> 2) + 1
+        if tag & 3 == 1:
+            back, length = (tag >> 5) << 8 | back, (tag >> 2 & 7) + 4
+        copied(out, back, length)
+    assert (len(out), at) == (size, len(data))
+    return bytes(out)
+
+
+def lz4(data: bytes) -> bytes:
+    """A raw LZ4 block, decoded as its format description says."""
+    at, out = 0, bytearray()
+
+    def length(nibble: int) -> int:
+        nonlocal at
+        total = nibble
+        more = 255 if nibble == 15 else 0
+        while more == 255:
+            more, at = data[at], at + 1
+            total += more
+        return total
+
+    while True:
+        token, at = data[at], at + 1
+        count = length(token >> 4)
+        out += data[at : at + count]
+        at += count
+        if at == len(data):
+            return bytes(out)
+        back = int.from_bytes(data[at : at + 2], "little")
+        at += 2
+        copied(out, back, length(token & 15) + 4)
+
+
+def copied(out: bytearray, back: int, length: int) -> None:
+    """``length`` bytes from ``back`` bytes ago, which may overlap what they make."""
+    assert 0 < back <= len(out)
+    pattern = bytes(out[len(out) - back :])
+    out += (pattern * (length // back + 1))[:length]
 
 
 class Columns:
@@ -160,6 +225,9 @@ class Reader:
         assert (c.raw(32).hex(), c.raw(16).hex()) == (entry["plan"], entry["write_id"])
         (mask,) = c.ints(2)
         changes, _of_frames, changed = c.ints(8, tensors), c.ints(8, frames), c.ints(4, frames)
+        codecs = [CODECS[number] for number in c.ints(1, frames)]
+        named = entry["codec"].split(",")
+        assert named == sorted(set(named))
         sizes = [c.ints(4, frames) if mask >> slot & 1 else [0] * frames for slot in range(15)]
         hashes = [c.raw(16) for _ in range(frames)]
         assert c.at == len(data)
@@ -171,30 +239,32 @@ class Reader:
             start = offset.get(owner, 0)
             offset[owner] = start + length
             assert bool(length) == bool(changed[f])
+            assert length or codecs[f] == CODECS[0]
             if length:
+                assert codecs[f] in named
                 stored = (folder / f"{owner:05d}").read_bytes()[start : start + length]
                 assert blake3(stored).digest(length=16) == hashes[f]
-                self._frame(plan, f, stored, mine, entry["values"], back, moved)
+                parts = [stored[sum(mine[:slot]) : sum(mine[: slot + 1])] for slot in range(15)]
+                values = entry["values"]
+                if codecs[f] == CODECS[0]:
+                    found = self._sparse(plan, f, parts, values)
+                else:
+                    assert values == "xor"
+                    found = self._masked(plan, f, parts, codecs[f])
+                self._apply(plan, f, found, values, back, moved)
         sign = -1 if back else 1
         assert [d & M for d in moved] == [sign * d & M for d in changes]
         self.table = [t + sign * d & M for t, d in zip(self.table, changes, strict=True)]
         assert self.digest == entry["parent_digest" if back else "digest"]
 
-    def _frame(
-        self, plan: Plan, f: int, data: bytes, sizes: list[int], values: str, back: bool,
-        moved: list[int],
-    ) -> None:  # fmt: skip
+    def _sparse(
+        self, plan: Plan, f: int, parts: list[bytes], values: str
+    ) -> Iterator[tuple[Segment, int, int]]:
+        """Changes of a frame: segment, place in it, value."""
         width, segments = plan.width[f], plan.frames[f]
-        ends = [sum(sizes[: i + 1]) for i in range(15)]
 
         def plane(slot: int, size: int) -> bytes:
-            part = data[ends[slot] - sizes[slot] : ends[slot]]
-            if not part:
-                return bytes(size)
-            assert zstandard.get_frame_parameters(part).has_checksum
-            raw = zstandard.decompress(part)
-            assert len(raw) == size == zstandard.frame_content_size(part)
-            return raw
+            return unpacked(parts[slot], size)
 
         def joined(slot: int, planes: int, count: int) -> list[int]:
             columns = [plane(slot + i, count) for i in range(planes)]
@@ -222,7 +292,7 @@ class Reader:
             large = iter(joined(7, width, nibbles.count(15)))
             zigzag = [(next(large) if n == 15 else n) + 1 for n in nibbles]
             found = iter([z // 2 if z % 2 == 0 else -(z + 1) // 2 for z in zigzag])
-        for form, k, ((tensor, first, _rows, run, stride), low, n) in each:
+        for form, k, (segment, low, n) in each:
             if form == "gaps":
                 at, where = -1, []
                 for _ in range(k):
@@ -236,14 +306,67 @@ class Reader:
             assert len(where) == k
             assert all(a < b for a, b in pairwise(where))
             for position in where:
-                q = low + position
-                element = first + q // run * stride + q % run
-                value, old = next(found), self.weights[tensor][element]
-                new = old ^ value if values == "xor" else old - value if back else old + value
-                new &= (1 << 8 * width) - 1
-                term = self.seeds[tensor] + element & M
-                moved[tensor] += h(term, new) - h(term, old)
-                self.weights[tensor][element] = new
+                yield segment, low + position, next(found)
+
+    def _masked(
+        self, plan: Plan, f: int, parts: list[bytes], codec: str
+    ) -> Iterator[tuple[Segment, int, int]]:
+        """The same from a frame that is coded as its XOR mask."""
+        width, segments = plan.width[f], plan.frames[f]
+        size = width * sum(s[2] * s[3] for s in segments)
+        blocks = -(-size // 65536)
+        pieces = min(8, -(-blocks // 64))
+        each = -(-blocks // pieces)
+        table = [bytes(blocks)] * 3
+        if "+" in codec:
+            table = [unpacked(part, blocks) for part in parts[:3]]
+        assert not any(parts[3:7] + parts[7 + pieces :])
+        encoded = [int.from_bytes(b, "little") for b in zip(*table, strict=True)]
+        mask = b""
+        for p in range(pieces):
+            numbers = range(p * each, min(blocks, p * each + each))
+            lengths = [min(65536, size - b * 65536) for b in numbers]
+            part = parts[7 + p]
+            if codec == "none":
+                mask += part or bytes(sum(lengths))
+            elif codec == "zstd":
+                mask += unpacked(part, sum(lengths))
+            else:
+                arena, at = unpacked(part, sum(encoded[b] for b in numbers)), 0
+                for b, n in zip(numbers, lengths, strict=True):
+                    block = arena[at : at + encoded[b]]
+                    at += encoded[b]
+                    content = (snappy if codec == "snappy+zstd" else lz4)(block) if block else b""
+                    assert len(content) in (0, n)
+                    mask += content or bytes(n)
+        elements = Columns(mask).ints(width, size // width)
+        for segment in segments:
+            n = segment[2] * segment[3]
+            yield from ((segment, q, v) for q, v in enumerate(elements[:n]) if v)
+            elements = elements[n:]
+
+    def _apply(
+        self, plan: Plan, f: int, found: Iterator[tuple[Segment, int, int]], values: str,
+        back: bool, moved: list[int],
+    ) -> None:  # fmt: skip
+        for (tensor, first, _rows, run, stride), q, value in found:
+            element = first + q // run * stride + q % run
+            old = self.weights[tensor][element]
+            new = old ^ value if values == "xor" else old - value if back else old + value
+            new &= (1 << 8 * plan.width[f]) - 1
+            term = self.seeds[tensor] + element & M
+            moved[tensor] += h(term, new) - h(term, old)
+            self.weights[tensor][element] = new
+
+
+def unpacked(part: bytes, size: int) -> bytes:
+    """Content of one Zstd frame; nothing stands for zeros."""
+    if not part:
+        return bytes(size)
+    assert zstandard.get_frame_parameters(part).has_checksum
+    raw = zstandard.decompress(part)
+    assert len(raw) == size == zstandard.frame_content_size(part)
+    return raw
 
 
 # -- what the trainer wrote, read by the reader ----------------------------------------------
@@ -269,8 +392,14 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
     found = SmallRun(folder, store=store, weights=_weights(), max_bytes=1 << 18)
     g = torch.Generator().manual_seed(4)
     found.writer.tag("first", version=0)
-    for values, max_bytes, ranks in (("diff", 1 << 19, 1), ("xor", 1024, 3), ("diff", 2048, 2)):
-        found.open(config=Config.of({"values": values}), ranks=ranks, max_bytes=max_bytes)
+    mixed = {"cube": "zstd", "f8": "none", "ma*": "lz4+zstd"}
+    for config, max_bytes, ranks in (
+        ({"values": "diff"}, 1 << 19, 1),
+        ({"values": "xor"}, 1024, 3),
+        ({"values": "xor", "codec": "snappy+zstd", "codec_by_tensor": mixed}, 1 << 19, 1),
+        ({"values": "diff"}, 2048, 2),
+    ):
+        found.open(config=Config.of(config), ranks=ranks, max_bytes=max_bytes)
         for share in (0.0005, 0.05, 0.4, 1.0):
             for name, tensor in found.live.items():
                 ints = as_ints(tensor).reshape(-1)
@@ -292,7 +421,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> SmallRun:
 def test_every_version_is_rebuilt_forward_and_back(run: SmallRun) -> None:
     reader = Reader(Path(run.store.url), run.checkpoint)
     versions = [e for e in reader.log if e["kind"] == "version"]
-    assert len(versions) == run.newest == 14
+    assert len(versions) == run.newest == 18
     for entry in versions:
         reader.move(entry)
         _check(reader, run, entry["version"])
@@ -313,6 +442,7 @@ def test_the_run_uses_all_of_the_format(run: SmallRun) -> None:
     assert {e["kind"] for e in reader.log} == {"open", "version", "ref"}
     versions = [e for e in reader.log if e["kind"] == "version"]
     assert {e["values"] for e in versions} == {"diff", "xor"}
+    assert {name for e in versions for name in e["codec"].split(",")} == set(CODECS)
     masks, strided, several, widths = 0, False, False, set()
     for entry in versions:
         data = (store / "data" / entry["write_id"] / "index").read_bytes()
@@ -334,6 +464,15 @@ def _vectors(heading: str) -> list[list[str]]:
     text = (Path(__file__).parents[1] / "FORMAT.md").read_text(encoding="utf-8")
     table = text.split(heading)[1].split("\n\n")[1].splitlines()
     return [[cell.strip() for cell in row.strip("|").split("|")] for row in table[2:]]
+
+
+def test_zero_run_blocks() -> None:
+    mask = bytearray(70)
+    mask[3], mask[40] = 5, 7
+    rows = _vectors("Raw blocks (hex)")
+    assert [inner for inner, _ in rows] == ["snappy", "lz4"]
+    for (_, block), decode in zip(rows, (snappy, lz4), strict=True):
+        assert decode(bytes.fromhex(block)) == mask
 
 
 def test_values_of_h() -> None:

@@ -215,6 +215,17 @@ def test_a_large_matrix_is_tiled_and_small_tensors_share_a_frame() -> None:
     assert len(tiles) <= 1.25 * big.nbytes / (16 << 20)
 
 
+def test_tensors_of_different_groups_never_share_a_frame() -> None:
+    layout = Layout.of(TensorSpec(f"t{i}", "F32" if i < 8 else "BF16", (5, 3)) for i in range(9))
+    groups = [0, 7, 0, 255, 7, 0, 0, 7, 7]
+    plan = FramePlan.build(whole(layout), layout=layout, groups=groups)
+    frames = [[s.tensor for s in plan.frame(i).segments] for i in range(len(plan))]
+    assert frames == [[8], [0, 2, 5, 6], [1, 4, 7], [3]]
+    assert FramePlan.from_bytes(plan.to_bytes(), layout=layout).digest == plan.digest
+    alone = FramePlan.build(whole(layout), layout=layout, groups=[3] * 9)
+    assert alone.digest == FramePlan.build(whole(layout), layout=layout).digest
+
+
 def test_holding_names_every_frame_of_a_tensor_and_no_other() -> None:
     layout = Layout.of(TensorSpec(f"t{i}", "F32", (5, 3)) for i in range(6))
     plan = FramePlan.build(whole(layout), layout=layout, max_bytes=96)

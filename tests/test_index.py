@@ -46,6 +46,7 @@ def make(seed: int = 0, *, unchanged: tuple[int, ...] = (), slots: int = SLOTS) 
         version=5,
         parent=4,
         write_id="0123456789abcdef" * 2,
+        codecs=np.where(changed > 0, random.integers(0, 5, FRAMES), 0).astype(np.uint8),
         sizes=sizes,
         hashes=random.integers(0, 256, (FRAMES, 16)).astype(np.uint8),
         digest_change=digest_change,
@@ -54,7 +55,7 @@ def make(seed: int = 0, *, unchanged: tuple[int, ...] = (), slots: int = SLOTS) 
     )
 
 
-COLUMNS = ("sizes", "hashes", "digest_change", "changed", "tensor_digest")
+COLUMNS = ("codecs", "sizes", "hashes", "digest_change", "changed", "tensor_digest")
 
 
 @settings(max_examples=60)
@@ -74,7 +75,7 @@ def test_bytes_round_trip(seed: int, unchanged: set[int], slots: int) -> None:
     assert (again.version, again.parent, again.write_id) == (5, 4, index.write_id)
     assert again.to_bytes() == data
     present = int(index.sizes.any(axis=0).sum())
-    assert len(data) == 90 + 2 * 8 + FRAMES * (28 + 4 * present)
+    assert len(data) == 90 + 2 * 8 + FRAMES * (29 + 4 * present)
 
 
 def test_a_frame_lies_behind_its_owners_earlier_frames() -> None:
@@ -153,6 +154,9 @@ GOOD = make(unchanged=(1,))
         ({"sizes": set_at(GOOD.sizes, 3, 2**32 - 1)}, "frame 3: 64424509425 encoded bytes"),
         ({"sizes": GOOD.sizes[:-1]}, "sizes has shape"),
         ({"sizes": GOOD.sizes[:, :-1]}, "sizes has shape"),
+        ({"codecs": set_at(GOOD.codecs, 1, 2)}, "frame 1: codec 2 for 0 changes"),
+        ({"codecs": set_at(GOOD.codecs, 2, 5)}, "frame 2: codec 5 for"),
+        ({"codecs": GOOD.codecs[1:]}, "codecs has shape"),
         ({"hashes": GOOD.hashes[:, :8]}, "hashes has shape"),
         ({"changed": GOOD.changed[1:]}, "changed has shape"),
         ({"digest_change": GOOD.digest_change[1:]}, "digest_change has shape"),
@@ -182,6 +186,20 @@ def test_the_same_in_bytes_is_damage_that_names_the_object(
         data = replace(GOOD, **change).to_bytes()
     with pytest.raises(DamagedObject, match=f"data/w/index: .*{words}"):
         Index.from_bytes(data, plan=PLAN, layout=LAYOUT, where="data/w/index")
+
+
+def test_a_codec_of_the_future_is_another_format() -> None:
+    with patch("weightdelta.index._fault", return_value=None):
+        data = replace(GOOD, codecs=set_at(GOOD.codecs, 2, 5)).to_bytes()
+    with pytest.raises(UnsupportedFormat, match=r"data/w/index: a frame has codec 5.*lz4\+zstd"):
+        Index.from_bytes(data, plan=PLAN, layout=LAYOUT, where="data/w/index")
+
+
+def test_codecs_are_known_by_frame_and_together() -> None:
+    index = replace(GOOD, codecs=np.array([4, 0, 0, 2], np.uint8))
+    assert [index.codec_of(i) for i in (0, 2, 3)] == ["none", "sparse+zstd", "lz4+zstd"]
+    assert index.codec_names == ("lz4+zstd", "none", "sparse+zstd")
+    assert make(unchanged=tuple(range(FRAMES))).codec_names == ()
 
 
 def test_a_plane_mask_that_is_not_the_canonical_one_is_refused() -> None:

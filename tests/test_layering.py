@@ -16,20 +16,23 @@ ROOT = Path(__file__).parents[1]
 
 LAYERS: tuple[str, ...] = (
     # L0: words and values
-    "errors config layout digest stats",
+    "errors redact codecs codecs.names config layout digest stats",
     # L1: bytes <-> changed elements
-    "kernels.planes kernels.reference kernels.compiled kernels.cpu_bytes kernels.cpu_staged "
-    "kernels.cpu_ops kernels codecs codecs.zstd codecs.sparse",
+    "kernels.planes kernels.reference_blocks kernels.reference kernels.compiled "
+    "kernels.cpu_blocks kernels.cpu_bytes kernels.cpu_staged kernels.cpu_ops kernels codecs.zstd "
+    "codecs.slots codecs.sparse codecs.stock codecs.blocks codecs.registry codecs.transcode",
     # L2: who owns what, and the records that say so
-    "tensors state sharding sharding.explicit sharding.dtensor ownership frame index record",
+    "tensors state sharding sharding.explicit sharding.dtensor ownership cover frame index record",
     # L3: named bytes
-    "store log base delta baseline",
+    "store_backend store_errors store_local store_fsspec store_obstore store log base delta "
+    "baseline",
     # L4: one side of a publication
     "fence capture replicas encode job publish versions fetch placement decode apply",
     # L5: what users hold
     "session publisher engines engines.transformers receiver",
     # L6: what people run
-    "verify report testing testing.faults cli",
+    "verify report batches materialize diff export report_detail progress top testing "
+    "testing.faults testing.conformance cli",
 )
 
 #: Above L3 the two sides never meet: either can be deployed alone.
@@ -44,12 +47,17 @@ ACTORS = (
 
 #: The only modules (or packages, with a dot) that may import a library.
 DOORS: dict[str, tuple[str, ...]] = {
-    "fsspec": ("store",),
+    "adlfs": (),
+    "cramjam": ("codecs.stock",),
+    "fsspec": ("store_fsspec",),
+    "gcsfs": (),
     "llvmlite": ("kernels.",),
     "numba": ("kernels.",),
-    "pyarrow": (),
+    "obstore": ("store_obstore",),
+    "pyarrow": ("export",),
     "ray": ("ray_actors.",),
-    "rich": ("cli", "report"),
+    "rich": ("cli", "progress", "report", "report_detail", "top"),
+    "s3fs": (),
     "transformers": ("engines.transformers",),
     "triton": ("kernels.",),
     "typer": ("cli",),

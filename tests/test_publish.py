@@ -221,13 +221,30 @@ def test_ranks_at_different_steps_are_refused(trainer: Trainer, base: Base, what
     assert trainer.publish(2, live).version == 1
 
 
-def test_a_rank_that_lost_its_count_is_no_skew(trainer: Trainer, base: Base) -> None:
+@pytest.mark.parametrize(
+    ("steps", "marks", "fits"),
+    [
+        ((5, None), (None, None), False),  # restarted alone, at nobody knows which step
+        ((5, None), (7, None), False),
+        ((5, None), (7, 7), True),  # its optimizer, or the caller, knows
+        ((5, None), (7, 6), False),
+        ((None, None), (None, None), True),  # all restarted together
+    ],
+)
+def test_a_restarted_rank_has_to_show_its_step(
+    trainer: Trainer,
+    base: Base,
+    steps: tuple[int | None, ...],
+    marks: tuple[int | None, ...],
+    fits: bool,
+) -> None:
     trainer.writer.begin(_id(1), step=None)
-    for rank in trainer.ranks:
-        steps = None if rank.rank else 5
-        receipt = rank.deliver(_id(1), _live(base), trainer.store, steps=steps)
-        trainer.writer.add(receipt)
-    assert trainer.writer.commit(_id(1)).version == 1
+    for rank, count, mark in zip(trainer.ranks, steps, marks, strict=True):
+        receipt = rank.deliver(_id(1), _live(base), trainer.store, steps=count)
+        trainer.writer.add(replace(receipt, mark=mark))
+    outcome = trainer.writer.commit(_id(1))
+    assert outcome.version == (1 if fits else None)
+    assert fits or isinstance(outcome.error, CaptureSkew)
 
 
 def test_a_commit_without_every_receipt_is_lost(trainer: Trainer, base: Base) -> None:

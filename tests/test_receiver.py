@@ -169,11 +169,16 @@ def test_a_missing_version_or_ref(run: SmallRun, follow: Follow) -> None:
     receiver = follow(run.model())
     for options, message in (
         ({"version": 9}, "version 9 is not in the log"),
-        ({"version": -1}, "version -1"),
         ({"ref": "eval"}, "ref 'eval'"),
     ):
         with pytest.raises(NotYet, match=message):
             receiver.prepare(**options).wait()
+
+
+@pytest.mark.parametrize("version", [-1, "3", 1.0, True])
+def test_what_is_no_version_is_refused_at_once(run: SmallRun, follow: Follow, version: Any) -> None:
+    with pytest.raises(InputError, match="expected a version from 0"):
+        follow(run.model()).prepare(version=version)
 
 
 def test_a_second_prepare_is_busy_until_the_first_has_ended(run: SmallRun, follow: Follow) -> None:

@@ -53,7 +53,7 @@ def versions(draw: st.DrawFn) -> VersionEntry:
     return VersionEntry(
         *draw(common), draw(st.integers(1, 2**63 - 1)), draw(st.none() | ints), draw(ints),
         draw(hex64), draw(hex64), draw(hex32), draw(hex64), draw(ints), draw(hex64),
-        draw(st.sampled_from(["sparse+zstd", "none", "lz4+zstd"])),
+        draw(st.sampled_from(["sparse+zstd", "none", "lz4+zstd,none"])),
         draw(st.sampled_from(["diff", "xor"])), changed, elements, draw(ints), draw(ints),
         draw(st.none() | ints),
     )  # fmt: skip
@@ -180,6 +180,9 @@ def test_a_signed_lie_in_a_ref_is_found(changes: dict[str, Any]) -> None:
         {"write_id": "../" + H32[3:]},
         {"index": H64[:-1] + "g"},
         {"codec": "sparse zstd"},
+        {"codec": "sparse+zstd,lz4+zstd"},
+        {"codec": "none,none"},
+        {"codec": "none,"},
         {"values": "sum"},
         {"values": None},
     ],

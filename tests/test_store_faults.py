@@ -149,7 +149,7 @@ def child(at, k):
     lines = 0
     def trace(frame, event, arg):
         nonlocal lines
-        if not frame.f_code.co_filename.endswith("weightdelta/store.py"):
+        if not frame.f_code.co_filename.endswith(("weightdelta/store.py", "store_local.py")):
             return None
         lines += 1
         if lines == k:

@@ -19,7 +19,13 @@ if TYPE_CHECKING:
     from ray_actors.trainer import TrainerRank
     from weightdelta.config import Config
     from weightdelta.engines.transformers import TransformersEngine
-    from weightdelta.errors import WeightDeltaError
+    from weightdelta.errors import (
+        InputError,
+        ResyncError,
+        RetryError,
+        StopError,
+        WeightDeltaError,
+    )
     from weightdelta.publisher import Publication, Publisher
     from weightdelta.receiver import Preparation, Receiver
     from weightdelta.state import StateSource
@@ -31,13 +37,17 @@ __version__ = "0.1.0"
 _HOMES = {
     "ApplyStats": "weightdelta.stats",
     "Config": "weightdelta.config",
+    "InputError": "weightdelta.errors",
     "Preparation": "weightdelta.receiver",
     "PrepareStats": "weightdelta.stats",
     "Publication": "weightdelta.publisher",
     "PublishStats": "weightdelta.stats",
     "Publisher": "weightdelta.publisher",
     "Receiver": "weightdelta.receiver",
+    "ResyncError": "weightdelta.errors",
+    "RetryError": "weightdelta.errors",
     "StateSource": "weightdelta.state",
+    "StopError": "weightdelta.errors",
     "Store": "weightdelta.store",
     "TrainerGroup": "ray_actors.attach",
     "TrainerRank": "ray_actors.trainer",
@@ -49,13 +59,17 @@ _HOMES = {
 __all__ = [
     "ApplyStats",
     "Config",
+    "InputError",
     "Preparation",
     "PrepareStats",
     "Publication",
     "PublishStats",
     "Publisher",
     "Receiver",
+    "ResyncError",
+    "RetryError",
     "StateSource",
+    "StopError",
     "Store",
     "TrainerGroup",
     "TrainerRank",

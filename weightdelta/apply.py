@@ -6,21 +6,28 @@ somebody else wrote to the weights, and everything stored so far is put back.
 """
 
 from collections.abc import Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, wait
+from itertools import pairwise
+
+import numpy as np
 
 from weightdelta.decode import Staged
 from weightdelta.errors import StateMismatch
 from weightdelta.kernels import ops
 
 
-def store_values(staged: Sequence[Staged], *, pool: Executor, back: bool = False) -> None:
+def store_values(
+    staged: Sequence[Staged], *, pool: Executor, workers: int = 1, back: bool = False
+) -> None:
     """Store the new values of every tensor, or with ``back`` the old ones.
+
+    Nothing is being stored any more when this returns or raises, interrupts included.
 
     Raises:
         StateMismatch: A tensor holds neither the old nor the new value somewhere; what had
             been stored was put back.
     """
-    results = list(pool.map(lambda item: _scatter(item, back=back), staged))
+    results = _store_all(staged, pool, workers, back=back)
     bad = next((i for i, at in enumerate(results) if at >= 0), None)
     if bad is None:
         return
@@ -34,6 +41,25 @@ def store_values(staged: Sequence[Staged], *, pool: Executor, back: bool = False
         "prepared version, found another; the weights were edited after prepare(). Nothing was "
         "changed; reload a checkpoint and attach()"
     )
+
+
+def _store_all(staged: Sequence[Staged], pool: Executor, workers: int, *, back: bool) -> list[int]:
+    """One task a worker: a model may have ten thousand small tensors."""
+    jobs = [
+        pool.submit(lambda part: [_scatter(item, back=back) for item in part], staged[low:high])
+        for low, high in pairwise(_cuts([len(item.index) for item in staged], workers))
+    ]
+    try:
+        return [at for job in jobs for at in job.result()]
+    finally:
+        wait(jobs)
+
+
+def _cuts(sizes: Sequence[int], parts: int) -> list[int]:
+    """Bounds of about equally heavy runs of items."""
+    ends = np.cumsum([0, *sizes])
+    targets = np.linspace(0, ends[-1], parts + 1)[1:-1]
+    return [0, *np.searchsorted(ends, targets).tolist(), len(sizes)]
 
 
 def rehearse(staged: Sequence[Staged]) -> None:

@@ -107,9 +107,17 @@ def _files(path: Path) -> list[Path]:
     if (path / INDEX).is_file():
         try:
             weight_map = json.loads((path / INDEX).read_text(encoding="utf-8"))["weight_map"]
-            return [path / Path(name).name for name in sorted(set(weight_map.values()))]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+            names = sorted(set(weight_map.values()))
+            strange = [name for name in names if Path(name).name != name or name == ".."]
+        except (
+            OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError,
+        ) as e:  # fmt: skip
             raise InputError(f"base {path / INDEX}: not an index of shards ({e!r})") from e
+        if strange:  # whoever loads a copy of this index would be led out of its folder
+            raise InputError(
+                f"base {path / INDEX}: expected names of files beside it, found {strange[0]!r}"
+            )
+        return [path / name for name in names]
     files = sorted(path.glob("*.safetensors"))
     if not files:
         raise InputError(f"base {path}: expected a folder with *.safetensors files, found none")
@@ -122,7 +130,7 @@ def _places(file: Path) -> dict[str, Place]:
         with safe_open(file, "numpy"), file.open("rb") as f:
             (length,) = struct.unpack("<Q", f.read(8))
             header = json.loads(f.read(length))
-    except (SafetensorError, OSError) as e:
+    except (SafetensorError, OSError, ValueError) as e:  # a name may be one of no file at all
         raise InputError(f"base {file}: not a readable safetensors file ({e})") from e
     header.pop("__metadata__", None)
     return {

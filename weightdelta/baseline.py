@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from weightdelta.base import Base
-from weightdelta.codecs import sparse
-from weightdelta.codecs.sparse import Values
+from weightdelta.codecs.names import Codec, Values
+from weightdelta.codecs.registry import decode_frame
 from weightdelta.delta import Delta, DeltaReader, canonical, locate
 from weightdelta.digest import MASK, U64
 from weightdelta.errors import LayoutMismatch, NoPath, StateMismatch
@@ -29,6 +29,7 @@ class EncodedFrame:
 
     Attributes:
         frame: Frame id in the plan.
+        codec: How it is encoded.
         data: Encoded bytes; empty when nothing changed.
         sizes: uint32[15], bytes of each plane.
         digest: 16-byte BLAKE3 of ``data``.
@@ -38,6 +39,7 @@ class EncodedFrame:
     """
 
     frame: int
+    codec: Codec
     data: bytes
     sizes: np.ndarray[tuple[int], np.dtype[np.uint32]]
     digest: bytes
@@ -115,9 +117,10 @@ class Baseline:
         if not item.changed:
             return
         spec, chunks = self.plan.frame(item.frame), self.chunks(item.frame)
-        planes = sparse.decode_frame(
+        planes = decode_frame(
             item.data,
             item.sizes,
+            codec=item.codec,
             chunks=chunks,
             width=spec.width,
             values=self.values,

@@ -11,7 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 from blake3 import blake3
 
-from weightdelta.codecs import sparse
+from weightdelta.codecs.blocks import Blocks, Inner
+from weightdelta.codecs.names import IDS, Codec, takes
+from weightdelta.codecs.registry import decode_frame
+from weightdelta.codecs.transcode import transcode
 from weightdelta.config import Config
 from weightdelta.digest import U64
 from weightdelta.errors import DamagedObject, UnsupportedFormat
@@ -30,8 +33,6 @@ from weightdelta.record import (
 )
 from weightdelta.store import Store
 
-#: The one codec that deltas are written with so far.
-CODEC = "sparse+zstd"
 #: Frames at most this far apart in an object are fetched by one request.
 GAP = 64 * 1024
 #: Bytes that one request asks for at most, unless a single frame is larger.
@@ -58,9 +59,28 @@ class Delta:
     def decode(self, frame: int, data: bytes | memoryview) -> Planes:
         """Planes of a frame whose bytes have been verified."""
         spec = self.plan.frame(frame)
-        return sparse.decode_frame(
+        return decode_frame(
             data,
             self.index.sizes_of(frame),
+            codec=self.index.codec_of(frame),
+            chunks=chunks_of(spec, layout=self.layout),
+            width=spec.width,
+            values=self.entry.values,
+            where=self.where(frame),
+        )
+
+    def blocks(self, frame: int, data: bytes | memoryview, *, inner: Inner) -> Blocks:
+        """A verified frame's XOR mask as raw Snappy or LZ4 blocks, for a device decoder.
+
+        Raises:
+            InputError: The delta's values are differences.
+        """
+        spec = self.plan.frame(frame)
+        return transcode(
+            data,
+            self.index.sizes_of(frame),
+            codec=self.index.codec_of(frame),
+            inner=inner,
             chunks=chunks_of(spec, layout=self.layout),
             width=spec.width,
             values=self.entry.values,
@@ -141,11 +161,7 @@ class DeltaReader:
 
     def delta(self, entry: VersionEntry, *, layout: Layout) -> Delta:
         """The delta that a version entry commits."""
-        if entry.codec != CODEC:
-            raise UnsupportedFormat(
-                f"version {entry.version}: codec {entry.codec!r}, this reader knows {CODEC!r}: "
-                "use a newer weightdelta"
-            )
+        known = _codecs(entry)
         name = index_name(entry.write_id)
         data = self._hashed(name, entry.index, size=entry.index_bytes)
         plan = self.plan(entry.plan, layout=layout)
@@ -154,6 +170,10 @@ class DeltaReader:
             raise DamagedObject(
                 f"{name}: expected the index of {entry.parent} -> {entry.version}, "
                 f"found {index.parent} -> {index.version}"
+            )
+        if not set(index.codec_names) <= known:
+            raise DamagedObject(
+                f"{name}: expected frames of {entry.codec}, found {', '.join(index.codec_names)}"
             )
         return Delta(entry, layout, plan, index)
 
@@ -199,6 +219,23 @@ class DeltaReader:
         if found != digest:
             raise DamagedObject(f"{name}: expected BLAKE3 {digest}, found {found}")
         return data
+
+
+def _codecs(entry: VersionEntry) -> set[Codec]:
+    """The codecs that a version's frames may have.
+
+    Raises:
+        UnsupportedFormat: One of them is unknown here, or cannot carry the entry's values.
+    """
+    known: dict[str, Codec] = {name: name for name in IDS}
+    names = entry.codec.split(",")
+    bad = [n for n in names if n not in known or not takes(known[n], entry.values)]
+    if bad:
+        raise UnsupportedFormat(
+            f"version {entry.version}: codec {bad[0]!r} with values {entry.values!r}, this reader "
+            f"knows {', '.join(IDS)} (all but the first with 'xor' only): use a newer weightdelta"
+        )
+    return {known[n] for n in names}
 
 
 def canonical(

@@ -9,7 +9,8 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from weightdelta.baseline import Baseline, EncodedFrame
-from weightdelta.codecs import sparse
+from weightdelta.codecs.registry import encode_frame
+from weightdelta.config import Config
 from weightdelta.digest import U64
 from weightdelta.kernels import ops
 
@@ -21,19 +22,28 @@ Histogram = Mapping[int, tuple[U64, npt.NDArray[np.int64]]]
 
 
 def encode(
-    planes: Sequence["FramePlanes"], *, baseline: Baseline, pool: Executor
+    planes: Sequence["FramePlanes"], *, baseline: Baseline, pool: Executor, config: Config
 ) -> list[EncodedFrame]:
-    """Compress and hash every frame, one task a frame, in frame order."""
-    return list(pool.map(lambda item: _encode(item, baseline), planes))
+    """Compress and hash every frame, one task a frame, in frame order.
+
+    A frame's codec is what ``config`` says of its tensors, which all have the same.
+    """
+    return list(pool.map(lambda item: _encode(item, baseline, config), planes))
 
 
-def _encode(item: "FramePlanes", baseline: Baseline) -> EncodedFrame:
-    width = baseline.plan.frame(item.frame).width
-    data, sizes = sparse.encode_frame(
-        item.planes, width=width, values="xor" if baseline.values == "xor" else "diff"
+def _encode(item: "FramePlanes", baseline: Baseline, config: Config) -> EncodedFrame:
+    frame = baseline.plan.frame(item.frame)
+    codec = config.codec_for(baseline.layout.tensors[frame.segments[0].tensor].name)
+    data, sizes = encode_frame(
+        item.planes,
+        codec=codec,
+        chunks=baseline.chunks(item.frame),
+        width=frame.width,
+        values=baseline.values,
     )
     return EncodedFrame(
         frame=item.frame,
+        codec=codec,
         data=data,
         sizes=sizes,
         digest=blake3(data).digest(length=16),

@@ -10,6 +10,7 @@ goes on. A capture that is about to start waits for a running step in the same w
 import gc
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -66,6 +67,7 @@ class StepFence:
         # Id of the frame that runs a step -> its thread. A step inside a step has its own.
         self._stepping: dict[int, int] = {}
         self._capture: Token | None = None
+        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._hooks = (
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -131,7 +133,17 @@ class StepFence:
                 self._capture = None
                 self._changed.notify_all()
 
-    def _before_step(self, *_: Any) -> None:
+    def optimizer_step(self) -> int | None:
+        """The step count that an optimizer which stepped here keeps, as Adam does, if any does.
+
+        It survives checkpoints, so it tells where a restarted rank is. The largest count, since
+        parameters without a gradient (experts that saw no token) stay behind.
+        """
+        states = [s for o in list(self._optimizers) for s in list(o.state.values())]
+        return max((int(s["step"]) for s in states if "step" in s), default=None)
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        self._optimizers.add(optimizer)
         started, caller = self._clock(), id(sys._getframe(1))
         with self._changed:
             if not self._changed.wait_for(lambda: self._capture is None, timeout=self._bound):

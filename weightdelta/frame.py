@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
+from weightdelta.cover import Columns, miscovered
 from weightdelta.digest import seed
 from weightdelta.errors import (
     ConfigError,
@@ -30,9 +31,7 @@ from weightdelta.sharding.explicit import (
     MOST_ELEMENTS,
     Boxes,
     extents,
-    first_miscovered,
     levels,
-    on_grid,
     slices,
     tiles,
 )
@@ -65,8 +64,6 @@ _SEGMENT_COLUMNS: Final = (
     ("rows", "<u4"),
     ("run", "<u4"),
 )
-#: The most rows that are looked at one by one when a tensor mixes strides.
-_MOST_LOOSE_ROWS: Final = 1 << 24
 
 
 class Segment(NamedTuple):
@@ -104,7 +101,7 @@ class Frame(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class FramePlan:
-    """All frames, by owner, then width, then tensor and first element.
+    """All frames, by owner, width and group, then by tensor and first element.
 
     Attributes:
         layout: Digest of the layout, in hex.
@@ -204,13 +201,19 @@ class FramePlan:
 
     @classmethod
     def build(
-        cls, owner_map: OwnerMap, *, layout: Layout, max_bytes: int = FRAME_BYTES
+        cls,
+        owner_map: OwnerMap,
+        *,
+        layout: Layout,
+        max_bytes: int = FRAME_BYTES,
+        groups: Sequence[int] | None = None,
     ) -> "FramePlan":
         """Cut the boxes of ``owner_map`` into frames of at most ``max_bytes`` raw bytes.
 
         The plan depends on the set of owned boxes alone, not on their order. Matrices larger
         than a frame are tiled about squarely, so that a slice by rows or by columns meets few
         tiles beyond its own; smaller boxes share frames with their neighbours in the layout.
+        Tensors of different ``groups`` (a number below 256 for each) never share a frame.
 
         Raises:
             ConfigError: ``max_bytes`` is not in 8 B .. 1 GiB.
@@ -224,10 +227,12 @@ class FramePlan:
         boxes, owner = _tile(boxes, owner, widths, max_bytes)
         tensor, owner, *columns = _flatten(boxes, owner, extent)
         width = widths[tensor]
-        order = np.lexsort((columns[0], tensor, owner * 16 + width))
+        group = np.zeros(len(widths), np.int64) if groups is None else np.array(groups, np.int64)
+        kind = (owner * 16 + width) * 256 + group[tensor]
+        order = np.lexsort((columns[0], tensor, kind))
         tensor, owner, width = tensor[order], owner[order], width[order]
         first, rows, run, stride = (column[order] for column in columns)
-        bounds = _pack(owner * 16 + width, rows * run * width, max_bytes)
+        bounds = _pack(kind[order], rows * run * width, max_bytes)
         head = bounds[:-1]
         plan = cls(
             layout.digest, owner_map.world_size, max_bytes, owner[head], width[head],
@@ -432,25 +437,8 @@ def _segment_fault(plan: FramePlan, layout: Layout, sizes: I64) -> str | None:
 
 def _cover_fault(plan: FramePlan, layout: Layout, sizes: I64) -> str | None:
     """What keeps some tensor from having every element in exactly one segment, or None."""
-    several = plan.rows > 1
-    # Each tensor is seen as a matrix whose rows are its least stride; single runs that span
-    # rows become up to three boxes, segments of a greater stride are taken row by row.
-    grid = np.maximum(sizes, 1)
-    np.minimum.at(grid, plan.tensor[several], plan.stride[several])
-    loose = several & (plan.stride != grid[plan.tensor])
-    if int(plan.rows[loose].sum()) > _MOST_LOOSE_ROWS:
-        return "too many rows of mixed strides"
-    tensor, low, size = _runs(plan, loose)
-    boxes = on_grid(tensor, low, size, grid[tensor])
-    wide = several & ~loose
-    row, column = np.divmod(plan.first[wide], plan.stride[wide])
-    both = Boxes(
-        np.concatenate([boxes.tensor, plan.tensor[wide]]),
-        np.concatenate([boxes.offset, np.stack([row, column], axis=1)]),
-        np.concatenate([boxes.shape, np.stack([plan.rows[wide], plan.run[wide]], axis=1)]),
-    )
-    extent = np.stack([np.where(sizes > 0, sizes // grid, 0), grid], axis=1)
-    bad = first_miscovered(both, extent=extent)
+    columns = Columns(plan.tensor, plan.first, plan.rows, plan.run, plan.stride)
+    bad = miscovered(columns, sizes=sizes)
     if bad is None:
         return None
     mine = np.flatnonzero(plan.tensor == bad)
@@ -460,15 +448,3 @@ def _cover_fault(plan: FramePlan, layout: Layout, sizes: I64) -> str | None:
         f"{int((plan.rows * plan.run)[mine].sum())} elements of {sizes[bad]}; "
         "expected each exactly once"
     )
-
-
-def _runs(plan: FramePlan, loose: npt.NDArray[np.bool_]) -> tuple[I64, I64, I64]:
-    """Tensor, first element and length of every single run and of every row of ``loose``."""
-    single = np.flatnonzero(plan.rows == 1)
-    several = np.flatnonzero(loose)
-    rows = plan.rows[several]
-    segment = np.repeat(several, rows)
-    row = np.arange(len(segment)) - np.repeat(np.cumsum(rows) - rows, rows)
-    low = np.concatenate([plan.first[single], plan.first[segment] + row * plan.stride[segment]])
-    both = np.concatenate([single, segment])
-    return plan.tensor[both], low, plan.run[both]

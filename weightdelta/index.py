@@ -13,14 +13,14 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from weightdelta.codecs.names import BY_ID, Codec
+from weightdelta.codecs.slots import SLOTS as SLOTS
 from weightdelta.digest import U64
 from weightdelta.errors import DamagedObject, InputError, UnsupportedFormat
 from weightdelta.frame import FramePlan
 from weightdelta.layout import Layout
 from weightdelta.sharding.explicit import I64
 
-#: Planes that an encoded frame may have.
-SLOTS: Final = 15
 #: Bytes kept of each encoded frame's BLAKE3.
 HASH_BYTES: Final = 16
 
@@ -52,6 +52,7 @@ class Index:
         version: The version that the delta leads to.
         parent: The version that it starts from.
         write_id: 32 hex digits; names the objects that hold the frames.
+        codecs: uint8 [frames], number of each frame's codec; 0 for an unchanged frame.
         sizes: uint32 [frames, 15], encoded bytes of each plane; all zero for an unchanged frame.
         hashes: uint8 [frames, 16], BLAKE3 of each encoded frame, its first 16 bytes.
         digest_change: uint64 [frames], sum of h(new) - h(old) modulo 2^64.
@@ -63,6 +64,7 @@ class Index:
     version: int
     parent: int
     write_id: str
+    codecs: npt.NDArray[np.uint8]
     sizes: npt.NDArray[np.uint32]
     hashes: npt.NDArray[np.uint8]
     digest_change: U64
@@ -95,6 +97,16 @@ class Index:
         """Where frame ``i`` starts in its owner's object."""
         return int(self.offsets[i])
 
+    def codec_of(self, i: int) -> Codec:
+        """Codec of frame ``i``."""
+        return BY_ID[int(self.codecs[i])]
+
+    @cached_property
+    def codec_names(self) -> tuple[Codec, ...]:
+        """Codecs of the changed frames, sorted."""
+        used = np.unique(self.codecs[self.changed > 0]).tolist()
+        return tuple(sorted(BY_ID[number] for number in used))
+
     def sizes_of(self, i: int) -> npt.NDArray[np.uint32]:
         """uint32 [15], encoded bytes of each plane of frame ``i``."""
         sizes: npt.NDArray[np.uint32] = self.sizes[i]
@@ -123,6 +135,7 @@ class Index:
             self.tensor_digest.astype("<u8"),
             self.digest_change.astype("<u8"),
             self.changed.astype("<u4"),
+            self.codecs.astype("u1"),
             self.sizes[:, present].T.astype("<u4"),
             self.hashes,
         ]
@@ -154,11 +167,17 @@ class Index:
         }
         if found != expected:
             raise DamagedObject(f"{where}: expected {expected}, found {found}")
-        per_frame = 8 + 4 + 4 * len(slots) + HASH_BYTES
+        per_frame = 8 + 4 + 1 + 4 * len(slots) + HASH_BYTES
         size = _HEADER.itemsize + 8 * tensors + per_frame * frames
         if len(data) != size:
             raise DamagedObject(f"{where}: expected {size} bytes, found {len(data)}")
         columns = _columns(data, frames, tensors, slots, where)
+        unknown = np.setdiff1d(columns["codecs"], list(BY_ID)).tolist()
+        if unknown:
+            raise UnsupportedFormat(
+                f"{where}: a frame has codec {unknown[0]}, this reader knows "
+                f"{', '.join(BY_ID.values())}: use a newer weightdelta"
+            )
         try:
             return cls(
                 plan=plan,
@@ -204,6 +223,7 @@ def _columns(
         "tensor_digest": take("<u8", tensors),
         "digest_change": take("<u8", frames),
         "changed": take("<u4", frames),
+        "codecs": take("u1", frames),
     }
     present = take("<u4", frames * len(slots)).reshape(len(slots), frames)
     empty = np.flatnonzero(~present.any(axis=1)).tolist()
@@ -222,6 +242,7 @@ def _fault(index: Index) -> str | None:
         "hashes": (len(plan), HASH_BYTES),
         "digest_change": (len(plan),),
         "changed": (len(plan),),
+        "codecs": (len(plan),),
     }
     if index.tensor_digest.ndim != 1:
         return f"tensor_digest has {index.tensor_digest.ndim} dimensions, expected 1"
@@ -251,6 +272,10 @@ def _frame_fault(index: Index, plan: FramePlan) -> str | None:
             f"frame {i}: {changed[i]} changes in {index.lengths[i]} bytes "
             f"with digest change {index.digest_change[i]}"
         )
+    bad = np.flatnonzero(unchanged & (index.codecs != 0) | ~np.isin(index.codecs, list(BY_ID)))
+    if len(bad):
+        i = int(bad[0])
+        return f"frame {i}: codec {index.codecs[i]} for {changed[i]} changes"
     limit = 2 * plan.numel * plan.width + _SLACK_FRAME + _SLACK_SEGMENT * np.diff(plan.bounds)
     bad = np.flatnonzero(index.lengths > limit)
     if len(bad):

@@ -86,7 +86,12 @@ def plan_job(
     layout = Layout.of(specs.values(), aliases=_aliases(inventories))
     found = collect([i.shards for i in inventories], layout=layout)
     owners = assign(found, layout=layout, world_size=len(inventories))
-    plan = FramePlan.build(owners, layout=layout, max_bytes=config.frame_bytes)
+    plan = FramePlan.build(
+        owners,
+        layout=layout,
+        max_bytes=config.frame_bytes,
+        groups=[config.codec_group(t.name) for t in layout.tensors],
+    )
     return Job(layout, plan, len(inventories), base, config)
 
 

@@ -20,6 +20,12 @@ from blake3 import blake3
 from weightdelta.errors import DamagedObject, LayoutMismatch, UnsupportedFormat
 
 FORMAT: Final = 1
+#: Most bytes of a layout: about half a million tensors. Parsing JSON takes many times its size.
+MOST_BYTES: Final = 32 << 20
+#: Most dimensions of a tensor; a product of more is no size but a way to burn time.
+MOST_DIMS: Final = 64
+#: No size of a tensor reaches this.
+MOST_SIZE: Final = 1 << 60
 
 #: Width in bytes of one element, by safetensors dtype name.
 WIDTHS: Final[Mapping[str, int]] = {
@@ -47,8 +53,11 @@ class TensorSpec:
                 f"tensor {self.name!r}: dtype {self.dtype!r} is not supported; "
                 f"expected one of {', '.join(sorted(WIDTHS))}"
             )
-        if any(n < 0 for n in self.shape):
-            raise LayoutMismatch(f"tensor {self.name!r}: shape {self.shape} has a negative size")
+        if len(self.shape) > MOST_DIMS or any(not 0 <= n < MOST_SIZE for n in self.shape):
+            raise LayoutMismatch(
+                f"tensor {self.name!r}: expected at most {MOST_DIMS} sizes in 0..2^60 - 1, found "
+                f"{len(self.shape)}: {self.shape[:MOST_DIMS]}"
+            )
         if self.dtype == "F4" and (not self.shape or self.shape[-1] % 2):
             raise LayoutMismatch(f"tensor {self.name!r}: F4 needs an even last dimension")
 
@@ -173,6 +182,8 @@ class Layout:
             UnsupportedFormat: Written by another format version.
             DamagedObject: Not the JSON that ``to_bytes`` writes.
         """
+        if len(data) > MOST_BYTES:
+            raise DamagedObject(f"{name}: expected at most {MOST_BYTES} bytes, found {len(data)}")
         try:
             document: dict[str, Any] = json.loads(data)
             if document["format"] != FORMAT:
@@ -181,7 +192,7 @@ class Layout:
                 )
             found = cls(
                 tuple(_spec(item) for item in document["tensors"]),
-                tuple((a, t) for a, t in document["aliases"]),
+                tuple((_name(alias), _name(target)) for alias, target in document["aliases"]),
             )
             canonical = found.to_bytes()
         except UnsupportedFormat:
@@ -196,7 +207,14 @@ class Layout:
 def _spec(item: Any) -> TensorSpec:
     """A tensor from its JSON form; types are exact."""
     name, dtype, sizes = item
-    if type(name) is not str or any(type(n) is not int for n in sizes):
-        raise ValueError(f"not a tensor: {item!r}")
-    name.encode()  # digests are seeded with the name's UTF-8, which lone surrogates lack
-    return TensorSpec(name, dtype, tuple(sizes))
+    if any(type(n) is not int for n in sizes):
+        raise ValueError(f"tensor {name!r:.80}: sizes are not all integers")
+    return TensorSpec(_name(name), dtype, tuple(sizes))
+
+
+def _name(name: Any) -> str:
+    """A name that can be used: digests are seeded with its UTF-8, which lone surrogates lack."""
+    if type(name) is not str:
+        raise ValueError(f"not a name: {name!r:.80}")
+    name.encode()
+    return name

@@ -61,6 +61,8 @@ Make = Callable[[int, str, int, str, float], Entry]
 
 #: Most entries asked for at once beyond the last one known.
 WINDOW: Final = 64
+#: Most entries asked for at once up to the hint.
+_AT_ONCE: Final = 1024
 _HEAD_BYTES: Final = 20
 _FIRST_WAIT_S: Final = 0.02
 _LONGEST_WAIT_S: Final = 2.0
@@ -210,9 +212,11 @@ class Log:
         return hint
 
     def _read_up_to(self, last: int) -> None:
-        names = (log_name(seq) for seq in range(self.next_seq, last + 1))
-        for data in self.store.read_all(names, limit=MAX_BYTES):
-            self.accept(self._again(last) if data is None else data)
+        # A stray entry far ahead may make ``last`` any number: never take memory by it.
+        while (first := self.next_seq) <= last:
+            names = (log_name(seq) for seq in range(first, min(first + _AT_ONCE, last + 1)))
+            for data in self.store.read_all(names, limit=MAX_BYTES):
+                self.accept(self._again(last) if data is None else data)
 
     def _read_ahead(self, width: int) -> bool:
         """Try the next ``width`` entries; whether all were there."""

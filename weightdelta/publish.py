@@ -51,7 +51,8 @@ class Receipt:
         parent: Version of the baseline that was compared with.
         steps: Optimizer steps since this rank's last committed capture; None when unknown.
         mark: The caller's own step number on that rank, if ``attach`` was given one.
-        sizes: uint32[n, 15], plane sizes of the owned frames in plan order.
+        codecs: uint8[n], codec numbers of the owned frames in plan order; 0 where unchanged.
+        sizes: uint32[n, 15], their plane sizes.
         hashes: uint8[n, 16], BLAKE3 of each encoded frame.
         digest_change: uint64[n].
         changed: uint32[n].
@@ -65,6 +66,7 @@ class Receipt:
     parent: int
     steps: int | None
     mark: int | None
+    codecs: npt.NDArray[np.uint8]
     sizes: npt.NDArray[np.uint32]
     hashes: npt.NDArray[np.uint8]
     digest_change: U64
@@ -181,7 +183,9 @@ class RunWriter:
             LayoutMismatch: The store holds a run of another model.
             StateMismatch: The store holds a run that started from other base bytes.
             Fenced: Another writer opened at the same time and won.
+            UnsafeStore: The store cannot keep two writers apart.
         """
+        self._store.probe()
         self._log.refresh()
         self._check(job, table)
         self._job = job
@@ -380,6 +384,7 @@ class RunWriter:
             parent=parent,
             write_id=write_id,
             plan=plan,
+            codecs=np.concatenate([r.codecs for r in receipts])[place],
             sizes=np.concatenate([r.sizes for r in receipts])[place],
             hashes=np.concatenate([r.hashes for r in receipts])[place],
             digest_change=np.concatenate([r.digest_change for r in receipts])[place],
@@ -402,7 +407,7 @@ class RunWriter:
             "index": blake3(data).hexdigest(),
             "index_bytes": len(data),
             "plan": job.plan.digest,
-            "codec": job.config.codec,
+            "codec": ",".join(index.codec_names) or job.config.codec,
             "values": job.config.values,
             "changed": int(index.changed.sum(dtype=np.int64)),
             "elements": sum(job.elements.values()),
@@ -444,6 +449,17 @@ def refuse_skew(receipts: Sequence[Receipt]) -> None:
                 f"expected all ranks at the same step, found ({what}) {listed}; call publish() "
                 "only after every rank's step has returned"
             )
+    _refuse_unknown(receipts)
+
+
+def _refuse_unknown(receipts: Sequence[Receipt]) -> None:
+    """A rank that was restarted alone has to show that it is where the others are."""
+    lost = [r.rank for r in receipts if r.steps is None and r.mark is None]
+    if lost and len(lost) < len(receipts):
+        raise CaptureSkew(
+            f"rank {lost[0]} was restarted, and nothing tells which step its weights are at; "
+            "restore it with its optimizer's state, pass mark= to attach, or attach again"
+        )
 
 
 def _stats(entry: VersionEntry, **times: float) -> PublishStats:

@@ -18,6 +18,7 @@ from blake3 import blake3
 
 from weightdelta.base import Base
 from weightdelta.capture import Inventory, take_inventory
+from weightdelta.codecs.names import Codec
 from weightdelta.config import Config
 from weightdelta.errors import Busy, CommitInDoubt, PublicationLost, WeightDeltaError
 from weightdelta.fence import Guard
@@ -55,7 +56,9 @@ class Publication:
             WeightDeltaError: Why the publication was lost; the next one covers the span.
             TimeoutError: Not known within ``timeout`` seconds; it goes on.
         """
-        return self._future.result(timeout).result()
+        if not self.settled(timeout):
+            raise TimeoutError(f"publication: not settled within {timeout} s; it goes on")
+        return self._future.result().result()
 
 
 def wait_for(last: Publication | None, *, config: Config) -> Busy | None:
@@ -136,6 +139,7 @@ class Publisher:
         self._count = 0
         self._last: Publication | None = None
         self._lock = threading.Lock()
+        self._closing = threading.Event()
         job = self._agree(Base(Path(base)), settings, tuple(exclude))
         self._session = RankSession(
             job, rank=self._peers.rank, store=self._store, clock=time.monotonic
@@ -154,11 +158,12 @@ class Publisher:
         """Layout, ownership and settings that the ranks agreed on."""
         return self._session.job
 
-    def publish(self, *, step: int | None = None) -> Publication:
+    def publish(self, *, step: int | None = None, codec: Codec | None = None) -> Publication:
         """Capture the current weights and publish them as the next version.
 
         Returns once captured; every rank has to call it after the same optimizer step. Where
-        one rank has not finished the publication before, all ranks skip this one.
+        one rank has not finished the publication before, all ranks skip this one. ``codec``
+        stands in for the one in the settings, this time; tensors with one of their own keep it.
 
         Raises:
             Busy: Another publication is running and ``on_busy`` is ``error``. Ranks that were
@@ -166,9 +171,9 @@ class Publisher:
             WeightDeltaError: This rank could not capture; the others learn it from ``wait``.
         """
         with self._lock:
-            return self._publish(step)
+            return self._publish(step, codec)
 
-    def _publish(self, step: int | None) -> Publication:
+    def _publish(self, step: int | None, codec: Codec | None) -> Publication:
         busy = wait_for(self._last, config=self.job.config)
         self._count += 1
         write_id = blake3(f"{self._nonce}:{self._count}".encode()).hexdigest(length=16)
@@ -179,7 +184,11 @@ class Publisher:
         if busy is None:
             try:
                 future = self._session.publish(
-                    self._state, write_id=write_id, deliver=deliver, guard=self._guard
+                    self._state,
+                    write_id=write_id,
+                    deliver=deliver,
+                    guard=self._guard,
+                    codec=codec,
                 )
             except Busy as e:
                 busy = e
@@ -198,7 +207,13 @@ class Publisher:
         return self._writer.tag(name, version=version)
 
     def close(self) -> None:
-        """Wait for the publication under way, then end threads and hooks."""
+        """End threads and hooks, after the publication under way.
+
+        An entry in doubt is waited for up to ``store.retry_s``; what became of it then shows
+        when the run is opened again.
+        """
+        if self._last and not self._last.settled(self.job.config.store.retry_s):
+            self._closing.set()
         self._session.close(drain=True)
 
     def _agree(self, base: Base, config: Config, exclude: tuple[str, ...]) -> Job:
@@ -292,8 +307,9 @@ class Publisher:
         while True:
             try:
                 return self._writer.commit(write_id)
-            except CommitInDoubt:
-                time.sleep(DOUBT_PAUSE_S)
+            except CommitInDoubt as e:
+                if self._closing.wait(DOUBT_PAUSE_S) or not threading.main_thread().is_alive():
+                    return Outcome(write_id, error=e)  # the next writer's ``open`` settles it
 
 
 def _function(state: State | Callable[[], State]) -> Callable[[], State]:

@@ -7,11 +7,11 @@ finishes it); DIRTY, when the weights belong to no version and have to be reload
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ from weightdelta.placement import Resident, place
 from weightdelta.state import State, Tensors, find_aliases, read_state
 from weightdelta.stats import ApplyStats, PrepareStats
 from weightdelta.store import Store
-from weightdelta.versions import find_path
+from weightdelta.versions import check_target, find_path
 
 Phase = Literal["CLEAN", "APPLYING", "DIRTY"]
 
@@ -181,8 +181,7 @@ class Receiver:
             StateMismatch: A tensor was given other memory since ``attach``.
             InputError: Both ``version`` and ``ref`` were given.
         """
-        if version is not None and ref is not None:
-            raise InputError(f"prepare: expected a version or a ref, found {version} and {ref!r}")
+        check_target(version=version, ref=ref)
         with self._lock:
             self._refuse_unclean()
             if self._preparation and not self._preparation.done():
@@ -200,13 +199,15 @@ class Receiver:
             StateMismatch: The weights were edited meanwhile; nothing was stored.
             WeightDeltaError: The preparation's own error; nothing was stored.
         """
-        with self._lock:
+        self._await_preparation()
+        # The pause first, then the lock: whoever holds the gate may be calling prepare().
+        with self._pause(), self._lock:
             self._refuse_closed()
             if self._phase == "APPLYING" and self._moving:
                 # Stored values are absolute, so the whole move is simply done again.
                 return self._move(self._moving[0], back=self._moving[1])
             self._refuse_unclean()
-            if self._preparation is None:
+            if self._preparation is None or not self._preparation.done():
                 raise NotPrepared("apply: expected a prepared version, found none; call prepare()")
             step = self._preparation._future.result()
             if step.start != self._version:
@@ -223,7 +224,7 @@ class Receiver:
         Raises:
             NotPrepared: No apply to undo; ``prepare(version=...)`` goes back any distance.
         """
-        with self._lock:
+        with self._pause(), self._lock:
             self._refuse_unclean()
             if self._undo is None:
                 raise NotPrepared(
@@ -260,6 +261,14 @@ class Receiver:
             self._forget()
         for pool in (self._background, self._fetchers, self._pool):
             pool.shutdown(wait=False, cancel_futures=True)
+
+    def _pause(self) -> AbstractContextManager[Any]:
+        return self._engine.paused() if self._engine else nullcontext()
+
+    def _await_preparation(self) -> None:
+        """Let a running preparation end, before anything stands still or is locked."""
+        if (running := self._preparation) is not None:
+            wait([running._future])
 
     # -- preparation -------------------------------------------------------------------------
 
@@ -339,19 +348,18 @@ class Receiver:
     def _move(self, step: _Step, *, back: bool) -> ApplyStats:
         start, end = (step.end, step.start) if back else (step.start, step.end)
         changed = step.changed
-        pause = self._engine.paused() if self._engine else nullcontext()
-        with pause:
-            started = time.monotonic()
-            self._phase, self._moving = "APPLYING", (step, back)
-            try:
-                store_values(step.staged, pool=self._pool, back=back)
-            except StateMismatch:
-                self._phase = "DIRTY"
-                self._forget()
-                raise
-            # All of it before the pause ends: leaving the pause may fail as well.
-            self._arrive(step, back=back)
-            seconds = time.monotonic() - started
+        started = time.monotonic()
+        self._phase, self._moving = "APPLYING", (step, back)
+        try:
+            workers = self._config.threads
+            store_values(step.staged, pool=self._pool, workers=workers, back=back)
+        except StateMismatch:
+            self._phase = "DIRTY"
+            self._forget()
+            raise
+        # All of it before the pause ends: leaving the pause may fail as well.
+        self._arrive(step, back=back)
+        seconds = time.monotonic() - started
         return ApplyStats(
             from_version=start,
             version=end,

@@ -34,7 +34,7 @@ _TIME_LIMIT: Final = float(1 << 53)
 _HEX32: Final = re.compile(r"[0-9a-f]{32}")
 _HEX64: Final = re.compile(r"[0-9a-f]{64}")
 _REF: Final = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
-_CODEC: Final = re.compile(r"[a-z0-9]+(\+[a-z0-9]+)?")
+_CODEC: Final = re.compile(r"[a-z0-9]+(\+[a-z0-9]+)?(,[a-z0-9]+(\+[a-z0-9]+)?)*")
 
 
 def _fail(field: str, expected: str, found: object) -> InputError:
@@ -124,7 +124,7 @@ class VersionEntry(_Common):
         index: BLAKE3 of the index object, 64 hex digits.
         index_bytes: Size of the index object in bytes.
         plan: Digest of the frame plan, 64 hex digits.
-        codec: Name of the codec, ``inner`` or ``inner+outer``.
+        codec: Names of its frames' codecs, ``inner`` or ``inner+outer``, sorted, with commas.
         values: ``diff`` or ``xor``.
         changed: Elements that differ from the parent.
         elements: Elements in the model.
@@ -162,6 +162,8 @@ class VersionEntry(_Common):
         _texts(self, ("parent_digest", "digest", "index", "plan"), pattern=_HEX64)
         _texts(self, ("write_id",), pattern=_HEX32)
         _texts(self, ("codec",), pattern=_CODEC)
+        if (names := self.codec.split(",")) != sorted(set(names)):
+            raise _fail("codec", "sorted names, each once", self.codec)
         if self.values not in ("diff", "xor"):
             raise _fail("values", "'diff' or 'xor'", self.values)
         if self.changed > self.elements:

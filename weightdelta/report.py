@@ -1,6 +1,6 @@
 """Tables for people: a run's log, one version's frames, what a verification found."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -62,6 +62,14 @@ def ratio(entry: VersionEntry) -> float | None:
     return entry.payload_bytes / entry.bound_bytes if entry.bound_bytes else None
 
 
+def refs_by_version(refs: Mapping[str, int]) -> dict[int, list[str]]:
+    """Names of each version, sorted."""
+    found: dict[int, list[str]] = {}
+    for name, version in sorted(refs.items()):
+        found.setdefault(version, []).append(name)
+    return found
+
+
 def log_table(log: Log, *, url: str) -> Table:
     """A run's versions and what they cost."""
     table = Table(
@@ -80,9 +88,7 @@ def log_table(log: Log, *, url: str) -> Table:
         table.add_column(
             column, justify="left" if column in {"digest", "refs"} else "right", overflow="fold"
         )
-    refs: dict[int, list[str]] = {}
-    for name, version in sorted(log.refs.items()):
-        refs.setdefault(version, []).append(name)
+    refs = refs_by_version(log.refs)
     table.add_row(
         "0", "", "", "", "", "", log.digest(0)[:16], ", ".join(["base", *refs.get(0, [])])
     )

@@ -14,6 +14,8 @@ import numpy as np
 
 from weightdelta.baseline import Baseline, EncodedFrame, rebuild, replay
 from weightdelta.capture import FramePlanes, Inventory, SnapshotCapture
+from weightdelta.codecs.names import IDS, Codec
+from weightdelta.config import Config
 from weightdelta.delta import DeltaReader
 from weightdelta.digest import U64
 from weightdelta.encode import encode, histogram, tensor_digests
@@ -51,6 +53,7 @@ class Captured:
     steps: int
     mark: int | None
     seconds: float
+    config: Config
 
 
 class RankSession:
@@ -71,6 +74,7 @@ class RankSession:
         self._turn = threading.Lock()
         self._closed = False
         self._steps_at_commit: int | None = None
+        self._last: tuple[str, int] | None = None
 
     @property
     def fence(self) -> StepFence:
@@ -146,10 +150,14 @@ class RankSession:
                 return
             log, reader = self._log()
             missed = range(self.version + 1, version + 1)
-            self._steps_at_commit = None
+            self._steps_at_commit = self._steps_of(log.versions[version].write_id)
             replay(self._baseline, log=log, reader=reader, versions=missed)
         finally:
             self._turn.release()
+
+    def _steps_of(self, write_id: str) -> int | None:
+        """The step count of the last capture, if that is what was committed."""
+        return self._last[1] if self._last and self._last[0] == write_id else None
 
     def _busy(self) -> Busy:
         return Busy(f"rank {self.rank}: the previous publication has not ended")
@@ -167,8 +175,11 @@ class RankSession:
         deliver: Deliver,
         mark: int | None = None,
         guard: Guard | None = None,
+        codec: Codec | None = None,
     ) -> "Future[Outcome]":
         """Capture now; encode and deliver in the background.
+
+        ``codec`` stands in for the one in the settings, for this publication.
 
         Returns:
             A future of the outcome, done after the baseline has moved.
@@ -179,6 +190,7 @@ class RankSession:
             CaptureDropped: An optimizer step could not wait.
             LayoutMismatch: The state is not the one that was attached.
             InputError: The session is closed.
+            ConfigError: The codec does not take the values that the settings name.
         """
         if self._closed:
             raise InputError(f"rank {self.rank}: this session is closed; attach again")
@@ -187,7 +199,8 @@ class RankSession:
         try:
             if not self._baseline.usable:
                 self._rebuild()
-            captured = self._take(state, write_id, mark, guard)
+            config = self.job.config.with_codec(codec) if codec else self.job.config
+            captured = self._take(state, write_id, mark, guard, config)
         except BaseException as e:
             self._worker.submit(self._refuse, e, deliver)
             raise
@@ -205,13 +218,20 @@ class RankSession:
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _take(
-        self, state: Callable[[], State], write_id: str, mark: int | None, guard: Guard | None
+        self,
+        state: Callable[[], State],
+        write_id: str,
+        mark: int | None,
+        guard: Guard | None,
+        config: Config,
     ) -> Captured:
         started = self._clock()
         with self._fence.capturing(guard=guard) as token:
             steps = self._fence.steps
+            mark = self._fence.optimizer_step() if mark is None else mark
             planes = self._capture.capture(state(), token=token)
-        return Captured(write_id, planes, steps, mark, self._clock() - started)
+        self._last = (write_id, steps)
+        return Captured(write_id, planes, steps, mark, self._clock() - started, config)
 
     def _refuse(self, error: BaseException, deliver: Deliver) -> None:
         """Tell the others that this rank captured nothing."""
@@ -237,7 +257,7 @@ class RankSession:
     def _encode(self, captured: Captured) -> tuple[list[EncodedFrame], Payload]:
         started = self._clock()
         baseline, at_commit = self._baseline, self._steps_at_commit
-        frames = encode(captured.planes, baseline=baseline, pool=self._pool)
+        frames = encode(captured.planes, baseline=baseline, pool=self._pool, config=captured.config)
         measured = (
             histogram(captured.planes, baseline=baseline) if self.job.config.measure_bound else None
         )
@@ -248,6 +268,7 @@ class RankSession:
             parent=baseline.version,
             steps=None if at_commit is None else captured.steps - at_commit,
             mark=captured.mark,
+            codecs=np.array([IDS[f.codec] if f.changed else 0 for f in frames], np.uint8),
             sizes=np.array([f.sizes for f in frames], np.uint32).reshape(-1, SLOTS),
             hashes=np.frombuffer(b"".join(f.digest for f in frames), np.uint8).reshape(-1, 16),
             digest_change=np.array([f.digest_change for f in frames], np.uint64),

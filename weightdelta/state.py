@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from weightdelta.errors import InputError
+
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -30,14 +32,30 @@ State = torch.nn.Module | Tensors | StateSource
 
 
 def read_state(state: State) -> Tensors:
-    """The live tensors of a state. Modules are read through ``state_dict()`` only."""
+    """The live tensors of a state. Modules are read through ``state_dict()`` only.
+
+    Raises:
+        InputError: It is none of the three kinds, or holds something that is no tensor.
+    """
     if isinstance(state, StateSource):
-        return state.tensors()
+        return _checked(state.tensors())
     if isinstance(state, torch.nn.Module):
         # Never named_parameters(): FSDP2's root may hold stale unsharded ones after a forward.
-        tensors: Tensors = state.state_dict()
-        return tensors
-    return state
+        return _checked(state.state_dict())
+    return _checked(state)
+
+
+def _checked(tensors: Any) -> Tensors:
+    if not isinstance(tensors, Mapping):
+        raise InputError(
+            "state: expected a module, a mapping of tensors or a StateSource, found "
+            f"{type(tensors).__name__}"
+        )
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise InputError(f"state: {name!r} is no tensor but a {type(tensor).__name__}")
+    found: Tensors = tensors
+    return found
 
 
 @contextmanager
@@ -49,7 +67,7 @@ def reading(state: State) -> Iterator[Tensors]:
     if state.prepare:
         state.prepare()
     try:
-        yield state.tensors()
+        yield _checked(state.tensors())
     finally:
         if state.release:
             state.release()

@@ -16,19 +16,19 @@ b'hello'
 
 import contextlib
 import errno
+import itertools
+import logging
 import os
+import random
 import re
 import secrets
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
-
-import fsspec
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from weightdelta.errors import (
     ConfigError,
@@ -40,14 +40,18 @@ from weightdelta.errors import (
     UnsafeStore,
     WeightDeltaError,
 )
+from weightdelta.redact import redact
+from weightdelta.store_backend import Backend, Buffer, Live, Transient
+from weightdelta.store_fsspec import CONDITIONAL, connect
+from weightdelta.store_obstore import with_obstore
 
 if TYPE_CHECKING:
     from weightdelta.config import Config
 
+__all__ = ["BLOCK", "MAX_HANGING", "PARALLEL", "Backend", "Buffer", "Live", "Store"]
+
 T = TypeVar("T")
-Buffer = bytes | bytearray | memoryview
-#: Asked just before an effect becomes visible: is the caller still waiting for it?
-Live = Callable[[], bool]
+logger = logging.getLogger(__name__)
 
 #: Threads of one ``read_all``; hides the latency of a remote store.
 PARALLEL: Final = 32
@@ -58,188 +62,10 @@ MAX_HANGING: Final = 64
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_][\w.-]{0,127}(/[A-Za-z0-9_][\w.-]{0,127}){0,7}", re.ASCII)
 _PREFIX: Final = re.compile(rf"({_NAME.pattern}/?)?", re.ASCII)
-_TMP: Final = ".tmp"  # no object name starts with a dot
-# Their fsspec classes turn mode="create" into one conditional request. The default of fsspec is
-# to look and then write, which two writers can both win.
-_CONDITIONAL: Final = frozenset({"memory", "s3", "s3a", "gs", "gcs", "az", "abfs", "abfss"})
 _ABSENT: Final = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-# Every instance of fsspec's memory file system shares one dict, so they share one lock.
-_MEMORY_LOCK: Final = threading.Lock()
-
-
-class Backend(Protocol):
-    """What a store is built on; raises OSErrors, FileNotFoundError for an absent object.
-
-    ``put`` writes or replaces, all at once for readers, unless no longer ``live``; ``create``
-    writes unless there is one, and says whether it did; the rest is as in ``Store``.
-    """
-
-    def read(self, name: str, *, start: int, end: int | None) -> bytes: ...  # noqa: D102
-    def put(self, name: str, parts: Sequence[Buffer], *, durable: bool, live: Live) -> None: ...  # noqa: D102
-    def create(self, name: str, parts: Sequence[Buffer]) -> bool: ...  # noqa: D102
-    def size(self, name: str) -> int: ...  # noqa: D102
-    def names(self, folder: str) -> list[str]: ...  # noqa: D102
-    def delete(self, name: str) -> None: ...  # noqa: D102
-
-
-@dataclass(frozen=True, slots=True)
-class _Local:
-    """A directory. Objects are written aside, synced, then linked or renamed into place."""
-
-    root: Path
-    fsync: bool = True
-    _synced: set[Path] = field(default_factory=set)
-
-    def read(self, name: str, *, start: int, end: int | None) -> bytes:
-        with (self.root / name).open("rb") as f:
-            size = os.fstat(f.fileno()).st_size
-            f.seek(start)
-            # Held against the file's size first: read(n) allocates n bytes before it reads.
-            return f.read(max(0, min(size, size if end is None else end) - start))
-
-    def put(self, name: str, parts: Sequence[Buffer], *, durable: bool, live: Live) -> None:
-        with self._aside(parts, sync=durable and self.fsync) as temporary:
-            folder = self._folder(name)
-            # The caller may have reused the buffers since it stopped waiting.
-            if not live():
-                raise TimeoutError(errno.ETIMEDOUT, "given up by the caller")
-            os.replace(temporary, self.root / name)
-            if durable:
-                self._sync(folder)
-
-    def create(self, name: str, parts: Sequence[Buffer]) -> bool:
-        with self._aside(parts, sync=self.fsync) as temporary:
-            folder = self._folder(name)
-            try:
-                os.link(temporary, self.root / name)
-                return True
-            except FileExistsError:
-                return False
-            finally:
-                # Also when it existed: an earlier attempt of ours may have failed right here.
-                self._sync(folder)
-
-    def size(self, name: str) -> int:
-        path = self.root / name
-        if path.is_dir():
-            raise IsADirectoryError(errno.EISDIR, "a directory", name)
-        return path.stat().st_size
-
-    def names(self, folder: str) -> list[str]:
-        found = []
-        for at, folders, files in os.walk(self.root / folder):
-            folders[:] = [f for f in folders if f != _TMP]
-            found += [(Path(at) / f).relative_to(self.root).as_posix() for f in files]
-        return found
-
-    def delete(self, name: str) -> None:
-        (self.root / name).unlink()
-
-    @contextlib.contextmanager
-    def _aside(self, parts: Sequence[Buffer], *, sync: bool) -> Iterator[Path]:
-        """A temporary file that holds ``parts``; gone afterwards."""
-        folder = self.root / _TMP
-        folder.mkdir(parents=True, exist_ok=True)
-        path = folder / secrets.token_hex(16)
-        try:
-            with path.open("xb") as f:
-                for part in parts:
-                    f.write(part)
-                f.flush()
-                if sync:
-                    os.fsync(f.fileno())
-            yield path
-        finally:
-            with contextlib.suppress(OSError):
-                path.unlink(missing_ok=True)
-
-    def _folder(self, name: str) -> Path:
-        """The object's folder, made if need be, its own entry durable up to the root's."""
-        folder = (self.root / name).parent
-        folder.mkdir(parents=True, exist_ok=True)
-        if self.fsync and folder not in self._synced:
-            up = folder
-            while up != self.root:
-                up = up.parent
-                self._sync(up)
-            with contextlib.suppress(PermissionError):  # nobody promised us the folder above
-                self._sync(self.root.parent)
-            self._synced.add(folder)
-            while len(self._synced) > 256:
-                self._synced.pop()
-        return folder
-
-    def _sync(self, folder: Path) -> None:
-        if not self.fsync:
-            return
-        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-
-
-@dataclass(frozen=True, slots=True)
-class _Fsspec:
-    """Any other fsspec file system whose ``pipe_file(mode="create")`` is one conditional put."""
-
-    fs: Any
-    root: str
-
-    def read(self, name: str, *, start: int, end: int | None) -> bytes:
-        # By keyword: the second positional argument of s3fs is a version id.
-        data: bytes = self.fs.cat_file(self._path(name), start=start, end=end)
-        return data
-
-    def put(self, name: str, parts: Sequence[Buffer], *, durable: bool, live: Live) -> None:  # noqa: ARG002 - object stores are durable
-        data = b"".join(parts)
-        if not live():
-            raise TimeoutError(errno.ETIMEDOUT, "given up by the caller")
-        self.fs.pipe_file(self._path(name), data)
-
-    def create(self, name: str, parts: Sequence[Buffer]) -> bool:
-        path, data = self._path(name), b"".join(parts)
-        try:
-            self.fs.pipe_file(path, data, mode="create")
-        except FileExistsError:
-            return False
-        except OSError as e:
-            # s3fs turns a failed condition that the server does not name into EINVAL.
-            if e.errno == errno.EINVAL and self.fs.exists(path):
-                return False
-            raise
-        return True
-
-    def size(self, name: str) -> int:
-        info = self.fs.info(self._path(name))
-        if info["type"] != "file":
-            raise FileNotFoundError(errno.ENOENT, "not an object", name)
-        return int(info["size"])
-
-    def names(self, folder: str) -> list[str]:
-        skip = len(self.root) + 1
-        self.fs.invalidate_cache()
-        return [path[skip:] for path in self.fs.find(self._path(folder) if folder else self.root)]
-
-    def delete(self, name: str) -> None:
-        self.fs.rm_file(self._path(name))
-
-    def _path(self, name: str) -> str:
-        return f"{self.root}/{name}"
-
-
-class _Memory(_Fsspec):
-    """fsspec's memory file system. It looks and then writes, so a lock makes that one step."""
-
-    __slots__ = ()
-
-    def create(self, name: str, parts: Sequence[Buffer]) -> bool:
-        data = b"".join(parts)
-        with _MEMORY_LOCK:
-            if self.fs.isfile(self._path(name)):
-                return False
-            self.fs.pipe_file(self._path(name), data)
-            return True
+#: Pauses before a request is sent again are drawn from 0 to this, doubled each time [s].
+_FIRST_PAUSE_S: Final = 0.2
+_LONGEST_PAUSE_S: Final = 5.0
 
 
 def _run(job: "Future[T]", operation: Callable[[], T]) -> None:
@@ -261,9 +87,19 @@ class Store:
         timeout_s: Longest that one operation may take, in seconds; None runs operations in the
             caller's thread with no bound.
         fsync: Whether objects in a directory must survive a power loss.
+        retries: How often a request that failed in passing is sent again within ``timeout_s``.
+            A ``create`` never is: its caller has to look who won.
+        threads: Requests that one large read or write has under way at a time.
+        single_writer: The caller vouches that there is one writer at a time: a store that does
+            not honour create-once is then used, without fencing.
+        bulk: The client that moves data; ``obstore`` for object stores only.
+
+    Attributes:
+        fenced: Whether two writers would be kept apart, as far as is known; ``probe`` finds out.
 
     Raises:
-        ConfigError: The URL or the bound makes no sense, or the protocol's package is missing.
+        ConfigError: The URL or the bound makes no sense, holds a credential, or the protocol's
+            package is missing.
     """
 
     def __init__(
@@ -273,23 +109,55 @@ class Store:
         options: Mapping[str, Any] | None = None,
         timeout_s: float | None = 60.0,
         fsync: bool = True,
+        retries: int = 4,
+        threads: int = 8,
+        single_writer: bool = False,
+        bulk: Literal["fsspec", "obstore"] = "fsspec",
     ) -> None:
-        backend, conditional = _backend(os.fspath(url), options or {}, fsync)
-        self._setup(os.fspath(url), backend, conditional, timeout_s=timeout_s)
+        at = os.fspath(url)
+        client: dict[str, Any] = {
+            "options": options or {},
+            "timeout_s": timeout_s,
+            "retries": retries,
+            "threads": threads,
+        }
+        backend, conditional = connect(at, fsync=fsync, **client)
+        if bulk == "obstore":
+            backend = with_obstore(at, backend, **client)
+        self._setup(at, backend, conditional, timeout_s=timeout_s, retries=retries)
+        self._single_writer = single_writer
 
     @classmethod
     def of(cls, url: str | os.PathLike[str], *, config: "Config") -> "Store":
         """The store that a configuration describes."""
         c = config.store
-        return cls(url, options=c.options, timeout_s=c.timeout_s, fsync=c.fsync)
+        return cls(
+            url,
+            options=c.options,
+            timeout_s=c.timeout_s,
+            fsync=c.fsync,
+            retries=c.retries,
+            threads=c.threads,
+            single_writer=c.single_writer,
+            bulk=c.bulk,
+        )
 
     def _setup(
-        self, url: str, backend: Backend, conditional: bool, *, timeout_s: float | None
+        self,
+        url: str,
+        backend: Backend,
+        conditional: bool,
+        *,
+        timeout_s: float | None,
+        retries: int = 4,
     ) -> None:
         if timeout_s is not None and not timeout_s > 0:
             raise ConfigError(f"store {url}: timeout_s must be positive, found {timeout_s}")
         self.url = url
         self.timeout_s = timeout_s
+        self.fenced = conditional
+        self._retries = retries
+        self._single_writer = False
         self._backend = backend
         self._conditional = conditional
         self._hanging = 0
@@ -353,8 +221,10 @@ class Store:
 
         False may mean one's own, from an attempt whose answer was lost: read it back to know.
         """
+        if not self.fenced and self._single_writer and self._exists(name):
+            return False
         create = partial(self._backend.create, name, _parts(data))
-        return self._call("create", name, create, absent=False)
+        return self._call("create", name, create, absent=False, again=False)
 
     def size(self, name: str) -> int:
         """Bytes in an object.
@@ -381,27 +251,52 @@ class Store:
     def probe(self) -> None:
         """Check that a second create of the same name is refused.
 
+        With ``single_writer`` it is a warning in the log that it is not, and ``fenced`` is False:
+        creates then look first, which keeps apart only writers that come one after the other.
+
         Raises:
             UnsafeStore: It is not, or the protocol is not known to do it in one step.
         """
-        if not self._conditional:
-            raise UnsafeStore(
-                f"store {self.url}: its file system looks and then writes, so two writers could "
-                f"both win; use a directory or one of {', '.join(sorted(_CONDITIONAL))}"
+        problem = self._probe()
+        self.fenced = not problem
+        if problem and not self._single_writer:
+            raise UnsafeStore(f"store {self.url}: {problem}")
+        if problem:
+            logger.warning(
+                "store %s: %s; single_writer is set, so it is used WITHOUT FENCING: a second "
+                "writer would not be noticed",
+                self.url,
+                problem,
             )
-        name = f"probe/{secrets.token_hex(16)}"
+
+    def _probe(self) -> str:
+        """Why creates cannot be trusted; empty if they can."""
+        if not self._conditional:
+            return (
+                "its file system looks and then writes, so two writers could both win; use a "
+                f"directory or one of {', '.join(sorted(CONDITIONAL))}"
+            )
+        name, create = f"probe/{secrets.token_hex(16)}", self._backend.create
         try:
-            self.create(name, b"first")
-            again = self.create(name, b"second")
+            for data in (b"first", b"second"):
+                again = self._call("create", name, partial(create, name, (data,)), absent=False)
             found = self.read(name, limit=16)
         finally:
             with contextlib.suppress(WeightDeltaError):
                 self.delete(name)
-        if again or found != b"first":
-            raise UnsafeStore(
-                f"store {self.url}: {name} could be created twice (its bytes are now {found!r}); "
-                "it ignores conditional puts and cannot keep two writers apart"
-            )
+        if not again and found == b"first":
+            return ""
+        return (
+            f"{name} could be created twice (its bytes are now {found!r}); it ignores "
+            "conditional puts and cannot keep two writers apart"
+        )
+
+    def _exists(self, name: str) -> bool:
+        try:
+            self.size(name)
+        except MissingObject:
+            return False
+        return True
 
     def _put(self, name: str, data: Buffer | Sequence[Buffer], *, durable: bool) -> None:
         wanted = threading.Event()
@@ -434,8 +329,18 @@ class Store:
             raise InputError(f"store {self.url}: {name!r} is not like {_NAME.pattern}")
         return name
 
-    def _call(self, verb: str, name: str, operation: Callable[[], T], *, absent: bool = True) -> T:
-        guarded = partial(self._guard, verb, self._valid(name), operation, absent=absent)
+    def _call(
+        self,
+        verb: str,
+        name: str,
+        operation: Callable[[], T],
+        *,
+        absent: bool = True,
+        again: bool = True,
+    ) -> T:
+        guarded = partial(
+            self._guard, verb, self._valid(name), operation, absent=absent, again=again
+        )
         return self._wait(self._start(name, guarded), verb, (name,))
 
     def _start(self, name: str, operation: Callable[[], T]) -> Future[T]:
@@ -463,17 +368,46 @@ class Store:
             )
         return job.result()
 
-    def _guard(self, verb: str, name: str, operation: Callable[[], T], *, absent: bool = True) -> T:
+    def _guard(
+        self,
+        verb: str,
+        name: str,
+        operation: Callable[[], T],
+        *,
+        absent: bool = True,
+        again: bool = True,
+    ) -> T:
         """Its errors in our terms; ``absent``: to find no such file means there is no object."""
         try:
-            return operation()
+            return self._repeat(operation) if again else operation()
         except WeightDeltaError:
             raise
         except OSError as e:
             if absent and isinstance(e, _ABSENT):
-                raise MissingObject(f"store {self.url}: there is no object {name}") from e
-            why = f"store {self.url}: could not {verb} {name}: {e.strerror or e}"
-            raise StoreUnavailable(e.errno or errno.EIO, why) from e
+                failure: WeightDeltaError = MissingObject(
+                    f"store {self.url}: there is no object {name}"
+                )
+            else:
+                why = f"store {self.url}: could not {verb} {name}: {redact(e.strerror or str(e))}"
+                failure = StoreUnavailable(e.errno or errno.EIO, why)
+            # An error with a history comes from a client library, which may have quoted a secret.
+            failure.__cause__ = e if e.__cause__ is None and e.__context__ is None else None
+        # Outside of the handler, or Python would keep what was handled as its context.
+        raise failure
+
+    def _repeat(self, operation: Callable[[], T]) -> T:
+        """Send it again while it fails in passing, after longer and longer pauses with jitter."""
+        stop = None if self.timeout_s is None else time.monotonic() + self.timeout_s
+        for tries in itertools.count():
+            try:
+                return operation()
+            except Transient:
+                pause = random.uniform(0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**tries))
+                late = stop is not None and time.monotonic() + pause >= stop
+                if late or tries >= self._retries:
+                    raise
+            time.sleep(pause)
+        raise AssertionError("unreachable")
 
     def _ended(self, _: Future[T]) -> None:
         with self._lock:
@@ -482,19 +416,3 @@ class Store:
 
 def _parts(data: Buffer | Sequence[Buffer]) -> tuple[Buffer, ...]:
     return (data,) if isinstance(data, bytes | bytearray | memoryview) else tuple(data)
-
-
-def _backend(url: str, options: Mapping[str, Any], fsync: bool) -> tuple[Backend, bool]:
-    """The backend for ``url``, and whether its create is one step."""
-    if not url or "::" in url:
-        raise ConfigError(f"store: {url!r} is not a directory or a plain URL")
-    try:
-        fs, root = fsspec.core.url_to_fs(url, **options)
-    except (ImportError, ValueError) as e:
-        raise ConfigError(f"store {url}: {e}") from e
-    protocols = {fs.protocol} if isinstance(fs.protocol, str) else set(fs.protocol)
-    if protocols & {"file", "local"}:
-        return _Local(Path(root), fsync=fsync), True
-    if "memory" in protocols:
-        return _Memory(fs, root), True
-    return _Fsspec(fs, root.rstrip("/")), bool(protocols & _CONDITIONAL)

@@ -3,7 +3,7 @@
 import heapq
 from dataclasses import dataclass
 
-from weightdelta.errors import NoPath
+from weightdelta.errors import InputError, NoPath
 from weightdelta.log import Log
 from weightdelta.record import VersionEntry
 
@@ -27,6 +27,18 @@ class Hop:
     def end(self) -> int:
         """Version after the hop."""
         return self.entry.version if self.forward else self.entry.parent
+
+
+def check_target(*, version: int | None, ref: str | None) -> None:
+    """Refuse what cannot name a version.
+
+    Raises:
+        InputError: Both are given, or the version is not a number from 0.
+    """
+    if version is not None and ref is not None:
+        raise InputError(f"prepare: expected a version or a ref, found {version} and {ref!r}")
+    if version is not None and (type(version) is not int or version < 0):
+        raise InputError(f"prepare: expected a version from 0, found {version!r}")
 
 
 def find_path(log: Log, *, start: int, end: int, max_chain: int) -> list[Hop]:

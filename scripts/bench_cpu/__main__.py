@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import platform
+import sys
 import time
 from dataclasses import asdict
 from importlib.metadata import version
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lib.bench_codec import Result, byte_pair, run
+from lib.bench_codec import Result, bf16_pair, byte_pair, run
 from rich.console import Console
 from rich.table import Table
 
@@ -40,6 +41,10 @@ def machine() -> dict[str, Any]:
 def codec(trainer: Trainer, *, warm: int, repeats: int) -> list[Result]:
     """The sparse codec on real masks and on the article's proxy."""
     results = [run(m.name, m.old, m.new, repeats=repeats) for m in masks(trainer, warm=warm)]
+    for density in (0.0017, 0.015):
+        old, new = bf16_pair(64 << 20, density=density)
+        name = f"bf16 synthetic, {100 * density:g} %"
+        results.append(run(name, old, new, repeats=repeats))
     old, new = byte_pair(128 << 20, density=0.00085)
     results.append(run("article proxy, 0.085 % of bytes", old, new, repeats=repeats))
     return [*results, run("article proxy, xor", old, new, values="xor", repeats=repeats)]
@@ -90,7 +95,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, help="file for all figures")
     options = parser.parse_args()
-    out = Console()
+    out = Console(width=None if sys.stdout.isatty() else 110)
     base = checkpoint(options.model)
     trainer = Trainer(base, options.lr)
     started = machine()

@@ -28,7 +28,7 @@ class Stall:
         inflation: Their ratio.
         capture_s: How long ``publish`` held its caller.
         baseline_mib: Wire bytes of the model.
-        peak_mib: Largest growth of the process while publishing, baseline included.
+        peak_mib: How much larger the process got than in the steps without, baseline included.
         memory_ratio: Growth over wire bytes and payload together.
     """
 
@@ -53,8 +53,9 @@ def measure(trainer: Trainer, *, base: Path, steps: int) -> Stall:
     """Train steps that publish, between as many before and after that do not."""
     with tempfile.TemporaryDirectory() as folder:
         trainer.step()
-        alone = [trainer.step() for _ in range(steps)]
-        with peak() as grown:
+        with peak() as before:
+            alone = [trainer.step() for _ in range(steps)]
+        with peak() as after:
             publisher = wd.Publisher(folder, trainer.model, base=base)
             publisher.publish().wait()  # the first delta: everything since base
             results = [_publish(trainer, publisher, step) for step in range(steps)]
@@ -62,7 +63,7 @@ def measure(trainer: Trainer, *, base: Path, steps: int) -> Stall:
         follow = _follow(trainer, folder, base)
         alone += [trainer.step() for _ in range(steps)]
     stats = [r.stats for r in results]
-    raw = stats[0].raw_bytes
+    raw, grown = stats[0].raw_bytes, after[0] - before[0]
     payload = max(s.payload_bytes for s in stats)
     return Stall(
         step_s=statistics.median(alone),
@@ -74,8 +75,8 @@ def measure(trainer: Trainer, *, base: Path, steps: int) -> Stall:
         prepare_s=follow[0].prepare_s,
         pause_s=follow[1].pause_s,
         baseline_mib=raw / MIB,
-        peak_mib=grown[0] / MIB,
-        memory_ratio=grown[0] / (raw + payload),
+        peak_mib=grown / MIB,
+        memory_ratio=grown / (raw + payload),
     )
 
 
@@ -112,18 +113,17 @@ def _follow(trainer: Trainer, store: str, base: Path) -> tuple[Any, Any]:
 
 @contextmanager
 def peak() -> Iterator[list[int]]:
-    """Largest growth of this process's memory inside, in bytes: a list of one number."""
-    process, stop, grown = psutil.Process(), threading.Event(), [0]
-    before = process.memory_info().rss
+    """Largest resident memory of this process inside, in bytes: a list of one number."""
+    process, stop, most = psutil.Process(), threading.Event(), [0]
 
     def watch() -> None:
         while not stop.wait(0.02):
-            grown[0] = max(grown[0], process.memory_info().rss - before)
+            most[0] = max(most[0], process.memory_info().rss)
 
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     try:
-        yield grown
+        yield most
     finally:
         stop.set()
         thread.join()

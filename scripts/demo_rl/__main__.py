@@ -17,6 +17,7 @@ from rich.console import Console
 from demo_rl.models import CACHE, checkpoint
 from demo_rl.report import as_json, table
 from demo_rl.run import Run
+from weightdelta.codecs.names import DEFAULT, IDS
 
 #: A log file is as wide as the table needs.
 out = Console(highlight=False, width=None if sys.stdout.isatty() else 120)
@@ -33,8 +34,9 @@ def options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="training steps, 8 or more")
     parser.add_argument("--ranks", type=int, default=4, help="FSDP2 trainer ranks")
     parser.add_argument("--samplers", type=int, default=2, help="sampler actors, 2 or more")
-    parser.add_argument("--store", help="folder of the run's store; a new one by default")
+    parser.add_argument("--store", help="folder or URL of the run's store; a new folder by default")
     parser.add_argument("--lr", type=float, help="learning rate")
+    parser.add_argument("--codec", choices=list(IDS), default=DEFAULT, help="form of the deltas")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here too")
     found = parser.parse_args()
     for name, least in (("steps", 8), ("ranks", 1), ("samplers", 2)):
@@ -56,6 +58,7 @@ def main() -> None:
         ranks=chosen.ranks,
         samplers=chosen.samplers,
         lr=chosen.lr,
+        codec=chosen.codec,
         say=lambda line: out.print(f"[dim]{time.monotonic() - started:6.1f} s[/]  {line}"),
     )
     try:

@@ -12,9 +12,11 @@ from demo_rl.run import Row, Run
 def as_json(run: Run) -> dict[str, Any]:
     """Versions, verdict, rewards."""
     return {
+        "codec": run.codec,
         "versions": [_version(row) for row in run.rows],
         "bit_exact": run.bit_exact,
         "comparisons": run.comparisons,
+        "lost": run.lost,
         "reward": [row.reward for row in run.rows],
     }
 
@@ -37,7 +39,7 @@ def _version(row: Row) -> dict[str, Any]:
 
 def table(run: Run) -> Group:
     """One line a version, then reward and verdict."""
-    found = Table(title=f"{run.model}: {len(run.rows)} versions", title_justify="left")
+    found = Table(title=f"{run.model}: {len(run.rows)} versions, {run.codec}", title_justify="left")
     columns = ("version", "changed", "payload", "x of full", "x of bound", "capture", "encode")
     for name in (*columns, "commit", "prepare", "pause", "reward"):
         found.add_column(name, justify="right")

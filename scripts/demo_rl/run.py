@@ -10,6 +10,8 @@ import ray
 
 import weightdelta as wd
 from demo_rl.job import RATES, collect, start_ray, start_sampler, start_trainers
+from weightdelta.codecs.names import Codec, takes
+from weightdelta.errors import RetryError
 
 
 @dataclass
@@ -30,6 +32,7 @@ class Run:
     Attributes:
         rows: One per version.
         wrong: A line for each weight that differed from the truth.
+        lost: Publications that an outage of the store cost.
     """
 
     model: str
@@ -38,10 +41,12 @@ class Run:
     ranks: int
     samplers: int
     lr: float | None
+    codec: Codec
     say: Callable[[str], None]
     rows: list[Row] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     comparisons: int = 0
+    lost: int = 0
 
     def start(self) -> None:
         """Start Ray, trainers and all samplers but the late one; attach."""
@@ -51,12 +56,13 @@ class Run:
         )
         self.live = [self._sampler(i) for i in range(self.samplers - 1)]
         started = time.monotonic()
+        values = "diff" if takes(self.codec, "diff") else "xor"
         self.group = wd.attach(
             self.trainers,
             state=lambda self: self.model,
             store=self.store,
             base=self.base,
-            config=wd.Config.of({"measure_bound": True}),
+            config=wd.Config.of({"measure_bound": True, "codec": self.codec, "values": values}),
         )
         owned = self.group.job.owned_bytes()
         self.say(
@@ -86,7 +92,7 @@ class Run:
             ray.kill(self.live.pop(0))
             self.say("killed sampler 0 while a version was being published")
         seconds = ray.get(training)[0]["seconds"]
-        stats = publication.wait(timeout=120)
+        stats = self._committed(publication, step)
         self.rows.append(Row(stats, reward))
         self._update()
         self.say(
@@ -98,6 +104,16 @@ class Run:
         if step == last - 1:
             self._back_and_forth(truth)
         self._previous = truth
+
+    def _committed(self, publication: wd.Publication, step: int) -> wd.PublishStats:
+        """Wait for the version; one that was lost is published again, which covers its span."""
+        while True:
+            try:
+                return publication.wait(timeout=300)
+            except RetryError as e:
+                self.lost += 1
+                self.say(f"step {step}: publication lost ({e.kind}); publishing again")
+                publication = self.group.publish(step=step)
 
     def close(self) -> None:
         """Take weightdelta off the trainers and end Ray."""

@@ -17,7 +17,10 @@ import weightdelta as wd
 from demo_rl.generate import sample
 from demo_rl.loss import advantages
 from demo_rl.task import TASKS
+from weightdelta.errors import RetryError
 
+#: Longest outage of the store that a sampler sits out [s].
+OUTAGE_S = 300.0
 #: The lowest priority; Ray's workers run at 15, so anything less would push ahead of trainers.
 NICE = 19
 
@@ -59,8 +62,18 @@ class SamplerActor:
         return self.receiver.version
 
     def prepare(self) -> wd.PrepareStats:
-        """Fetch and check the newest version while texts are being generated."""
-        return self.receiver.prepare().wait()
+        """Fetch and check the newest version while texts are being generated.
+
+        A store that is away for a while costs nothing but time: the old weights serve on.
+        """
+        deadline = time.monotonic() + OUTAGE_S
+        while True:
+            try:
+                return self.receiver.prepare().wait()
+            except RetryError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.5)
 
     def apply(self) -> wd.ApplyStats:
         """Switch to the prepared version between two tokens."""

@@ -6,18 +6,16 @@ the counts, and (for escaped values) from the nibbles, so a decoder holds every 
 that before it allocates. Nothing of a damaged frame reaches a kernel that writes.
 """
 
-from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from weightdelta.codecs import zstd
-from weightdelta.errors import DamagedObject
+from weightdelta.codecs.names import Values as Values
+from weightdelta.codecs.slots import SLOTS, SlotReader, damaged, outer
 from weightdelta.kernels import ops
 from weightdelta.kernels.planes import GAP_FACTOR, UINTS, Chunks, Elements, Planes
 
-Values = Literal["diff", "xor"]
 U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
 
@@ -26,7 +24,6 @@ PLANES: Final = (
     "counts 0", "counts 1", "counts 2", "gaps low", "gaps high", "bitmap", "nibbles",
     *(f"values {i}" for i in range(8)),
 )  # fmt: skip
-SLOTS: Final = len(PLANES)
 
 _COUNTS: Final = 0
 _GAPS: Final = 3
@@ -43,10 +40,6 @@ def _pack_values(values: Elements, kind: Values) -> list[U8]:
         return [np.empty(0, np.uint8), *ops().split(values)]
     nibbles, escapes = ops().pack_nibbles(values)
     return [nibbles, *ops().split(escapes)]
-
-
-def _outer(plane: U8) -> bytes:
-    return zstd.compress(plane.data) if len(plane) and plane.max() else b""
 
 
 def encode_frame(planes: Planes, *, width: int, values: Values) -> tuple[bytes, U32]:
@@ -70,62 +63,17 @@ def encode_frame(planes: Planes, *, width: int, values: Values) -> tuple[bytes, 
         planes.bitmap,
         *_pack_values(planes.values.view(UINTS[width]), values),
     ]
-    encoded = [_outer(plane) for plane in raw]
+    encoded = [outer(plane) for plane in raw]
     sizes[: len(encoded)] = [len(part) for part in encoded]
     return b"".join(encoded), sizes
 
 
-def _damaged(where: str, problem: str) -> DamagedObject:
-    return DamagedObject(f"{where}: {problem}; fetch the object again, or write it anew")
-
-
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    """Cuts an encoded frame into planes; every size is checked before a plane is decoded."""
-
-    data: memoryview
-    ends: tuple[int, ...]
-    where: str
-
-    @classmethod
-    def of(cls, data: bytes | memoryview, sizes: npt.ArrayLike, where: str) -> "_Reader":
-        table = np.asarray(sizes).astype(np.int64)
-        view = memoryview(data).cast("B")
-        if table.shape != (SLOTS,) or table.min() < 0:
-            raise _damaged(where, f"expected {SLOTS} plane sizes, found {table.tolist()}")
-        if int(table.sum()) != len(view):
-            raise _damaged(
-                where, f"plane sizes promise {int(table.sum())} bytes, found {len(view)}"
-            )
-        return cls(view, (0, *np.cumsum(table).tolist()), where)
-
-    def plane(self, slot: int, size: int) -> U8 | None:
-        """Plane of ``size`` raw bytes; None when it is left out."""
-        start, end = self.ends[slot : slot + 2]
-        encoded = end - start
-        if encoded > (zstd.bound(size) if size else 0):
-            raise _damaged(
-                self.where,
-                f"plane {PLANES[slot]!r} takes {encoded} bytes for {size} bytes of content",
-            )
-        if not encoded:
-            return None
-        name = f"{self.where}, plane {PLANES[slot]!r}"
-        content = zstd.decompress(self.data[start:end], size=size, where=name)
-        return np.frombuffer(content, np.uint8)
-
-    def joined(self, slot: int, *, width: int, count: int, planes: int) -> Elements:
-        """Elements of ``width`` bytes from ``planes`` planes, missing bytes zero."""
-        parts = [self.plane(slot + i, count) for i in range(planes)]
-        return ops().join([*parts, *[None] * (width - planes)], width=width, count=count)
-
-
-def _read_counts(reader: _Reader, chunks: Chunks) -> U32:
+def _read_counts(reader: SlotReader, chunks: Chunks) -> U32:
     counts = reader.joined(_COUNTS, width=4, count=len(chunks), planes=3).view(np.uint32)
     over = np.flatnonzero(counts > chunks.length)
     if len(over):
         c = int(over[0])
-        raise _damaged(
+        raise damaged(
             reader.where,
             f"chunk {c} counts {int(counts[c])} changes of {int(chunks.length[c])} elements",
         )
@@ -140,28 +88,27 @@ def _implied(counts: U32, chunks: Chunks) -> tuple[int, int, int]:
     return int(k[sparse].sum()), int(((n[bits] + 7) // 8).sum()), int(k.sum())
 
 
-def _read_differences(reader: _Reader, width: int, count: int) -> Elements:
+def _read_differences(reader: SlotReader, width: int, count: int) -> Elements:
     size = (count + 1) // 2
     nibbles = reader.plane(_NIBBLES, size)
     nibbles = np.zeros(size, np.uint8) if nibbles is None else nibbles
     escaped = ops().count_escapes(nibbles, count=count)
     if escaped < 0:
-        raise _damaged(reader.where, "the unused half of the last nibble byte is not zero")
+        raise damaged(reader.where, "the unused half of the last nibble byte is not zero")
     escapes = reader.joined(_VALUES, width=width, count=escaped, planes=width)
     if escaped and (escapes.min() < _ESCAPE or escapes.max() == np.iinfo(escapes.dtype).max):
-        raise _damaged(reader.where, "an escaped value is out of range")
+        raise damaged(reader.where, "an escaped value is out of range")
     return ops().unpack_nibbles(nibbles, escapes, count=count)
 
 
-def _read_values(reader: _Reader, width: int, values: Values, count: int) -> Elements:
+def _read_values(reader: SlotReader, width: int, values: Values, count: int) -> Elements:
     unused = range(_VALUES + width, SLOTS)
-    for slot in (*unused, _NIBBLES) if values == "xor" else unused:
-        reader.plane(slot, 0)
+    reader.unused((*unused, _NIBBLES) if values == "xor" else unused)
     if values == "diff":
         return _read_differences(reader, width, count)
     found = reader.joined(_VALUES, width=width, count=count, planes=width)
     if count and not found.min():
-        raise _damaged(reader.where, "a changed element has an XOR of zero")
+        raise damaged(reader.where, "a changed element has an XOR of zero")
     return found
 
 
@@ -188,7 +135,7 @@ def decode_frame(
         DamagedObject: Sizes, planes or counts do not fit each other or the chunks. Memory is
             bounded by the chunks' lengths, whatever the bytes say.
     """
-    reader = _Reader.of(data, sizes, where)
+    reader = SlotReader.of(data, sizes, names=PLANES, where=where)
     counts = _read_counts(reader, chunks)
     gap, bit, changed = _implied(counts, chunks)
     gaps = reader.joined(_GAPS, width=2, count=gap, planes=2).view(np.uint16)
@@ -197,5 +144,5 @@ def decode_frame(
     planes = Planes(counts, gaps, bitmap, found)
     bad = ops().check(planes, chunks=chunks)
     if bad >= 0:
-        raise _damaged(where, f"the positions of chunk {bad} do not fit its length and count")
+        raise damaged(where, f"the positions of chunk {bad} do not fit its length and count")
     return planes

@@ -109,6 +109,18 @@ class Ops(Protocol):
         """Values from byte planes; None is a plane of zeros."""
         ...
 
+    def zero_runs(
+        self,
+        offsets: npt.NDArray[np.uint32],
+        values: Elements,
+        *,
+        blocks: npt.NDArray[np.int64],
+        size: int,
+        lz4: bool,
+    ) -> tuple[_U8, npt.NDArray[np.uint32]]:
+        """Raw Snappy or LZ4 blocks of a XOR mask, and the bytes of each."""
+        ...
+
 
 def load(name: str) -> Ops:
     """The kernel module called ``name``: "reference" or "cpu".

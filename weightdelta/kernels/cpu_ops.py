@@ -32,13 +32,14 @@ from weightdelta.kernels.compiled import (
     popcount,
     scratch,
 )
+from weightdelta.kernels.cpu_blocks import zero_runs
 from weightdelta.kernels.cpu_bytes import count_escapes, join, pack_nibbles, split, unpack_nibbles
 from weightdelta.kernels.cpu_staged import dry_run, merge, scatter
 from weightdelta.kernels.planes import CHUNK, GAP_FACTOR, Chunks, Elements, Planes
 
 __all__ = [
     "check", "count_escapes", "decode_into", "digest", "dry_run", "encode", "expand", "join",
-    "merge", "pack_nibbles", "scatter", "split", "unpack_nibbles",
+    "merge", "pack_nibbles", "scatter", "split", "unpack_nibbles", "zero_runs",
 ]  # fmt: skip
 
 #: Positions are written in groups of this many, so scratch has this much room at its end.

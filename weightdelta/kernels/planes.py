@@ -10,6 +10,9 @@ import numpy.typing as npt
 CHUNK: Final = 65536
 #: A chunk with k changes of n elements is coded as gaps when GAP_FACTOR * k < n.
 GAP_FACTOR: Final = 6
+#: Bytes of a XOR mask in a block; the last block of a frame may be shorter. A whole number of
+#: elements of any width.
+BLOCK_BYTES: Final = 65536
 
 Elements = npt.NDArray[np.unsignedinteger[Any]]
 

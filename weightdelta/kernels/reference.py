@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from weightdelta.digest import C1, C2, M1, M2, MASK, U64
 from weightdelta.kernels.planes import GAP_FACTOR, UINTS, Chunks, Elements, Planes
+from weightdelta.kernels.reference_blocks import zero_runs as zero_runs
 
 U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]

@@ -87,7 +87,10 @@ class FaultStore(Store):
     ) -> None:
         self._bad = _FaultBackend(inner._backend)
         bound = inner.timeout_s if timeout_s is None else timeout_s
-        self._setup(inner.url, self._bad, inner._conditional, timeout_s=bound)
+        self._setup(
+            inner.url, self._bad, inner._conditional, timeout_s=bound, retries=inner._retries
+        )
+        self.fenced, self._single_writer = inner.fenced, inner._single_writer
         self.plan = plan
 
     @property

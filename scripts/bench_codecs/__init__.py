@@ -1,0 +1,1 @@
+"""The codec benchmark: payloads before and after the outer stage, on a proxy and on real masks."""

@@ -1,0 +1,1 @@
+"""Long, seeded proofs that are too long for the tests."""
