@@ -164,7 +164,8 @@ def test_transcoding_gives_the_blocks_that_would_have_been_published(
     chunks = segments([BLOCK_BYTES + 9, 3 * BLOCK_BYTES, 7])
     old = random_elements(count_of(chunks), width=2, seed=1)
     where = np.flatnonzero(np.random.default_rng(2).random(len(old)) < 0.004)
-    new = change(old, np.append(where[where < 2 * BLOCK_BYTES], np.arange(300, 9000)), seed=3)
+    where = where[where > BLOCK_BYTES]  # the first two blocks are empty, the third is dense
+    new = change(old, np.append(np.arange(BLOCK_BYTES, BLOCK_BYTES + 9000), where), seed=3)
     data, sizes = encoded(old, new, chunks=chunks, codec=codec)
     found = transcode(
         data, sizes, codec=codec, inner=inner, chunks=chunks, width=2, values="xor", where="f"
@@ -174,7 +175,7 @@ def test_transcoding_gives_the_blocks_that_would_have_been_published(
     wanted = read_blocks(data, sizes, inner=inner, size=old.nbytes, where="f")
     assert found.sizes.tolist() == wanted.sizes.tolist()
     assert found.arena.tobytes() == wanted.arena.tobytes()
-    assert 0 < np.count_nonzero(found.sizes) < len(found.sizes)
+    assert np.flatnonzero(found.sizes == 0).tolist() == [0, 1, 8]
     check_staged(found, (old ^ new).tobytes())
 
 
@@ -273,6 +274,23 @@ def test_every_missing_part_is_refused(sample: Sample) -> None:
         rest[slot] = 0
         cut = data[: ends[slot] - int(sizes[slot])] + data[ends[slot] :]
         refuse(cut, rest, chunks, codec)
+
+
+def test_pieces_of_another_size_or_of_zeros_are_refused() -> None:
+    """`none` has no outer stage that would know."""
+    chunks = segments([50])
+    for content, problem in (
+        (bytes(100), "zeros"),
+        (b"\1" * 99, "expected 100 bytes, found 99"),
+        (b"\1", "expected 100 bytes, found 1"),
+        (b"\1" * 101, "expected 100 bytes, found 101"),
+    ):
+        sizes = np.zeros(15, np.uint32)
+        sizes[7] = len(content)
+        assert problem in refuse(content, sizes, chunks, "none")
+    packed = zstd.compress(bytes(100))
+    sizes[7] = len(packed)
+    assert "zeros" in refuse(packed, sizes, chunks, "zstd")
 
 
 def test_flipped_bytes_are_refused(sample: Sample) -> None:

@@ -21,6 +21,7 @@ from weightdelta.delta import Delta, DeltaReader, Span, canonical, canonical_ind
 from weightdelta.errors import DamagedObject, MissingObject, UnsupportedFormat
 from weightdelta.frame import Segment
 from weightdelta.job import Job
+from weightdelta.layout import Layout, TensorSpec
 from weightdelta.publish import RunWriter
 from weightdelta.record import (
     VersionEntry,
@@ -278,3 +279,17 @@ def test_a_newer_plan_or_index_is_not_called_damage(run: Run) -> None:
             entry = replace(entry, index=digest)
         with pytest.raises(UnsupportedFormat):
             run.reader().delta(entry, layout=run.job.layout)
+
+
+def test_a_plan_serves_no_other_layout_even_from_the_cache(run: Run) -> None:
+    reader, layout = run.reader(), run.job.layout
+    reader.delta(run.entry, layout=layout)
+    other = Layout.of([*layout.tensors[1:], TensorSpec("zz", "U8", (1,))])
+    with pytest.raises(DamagedObject, match="the plan is for layout"):
+        reader.delta(run.entry, layout=other)
+
+
+def test_of_an_index_no_more_is_read_than_its_entry_says(run: Run) -> None:
+    _put(run, index_name(ID), run.store.read(index_name(ID)) + bytes(1000))
+    with pytest.raises(DamagedObject, match=f"{run.entry.index_bytes} bytes"):
+        run.reader().delta(run.entry, layout=run.job.layout)

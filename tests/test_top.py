@@ -92,7 +92,7 @@ def test_only_the_newest_are_kept(run: SmallRun) -> None:
     sight = look(Log(run.store))
     assert [e.version for e in sight.recent] == list(range(4, WINDOW + 4))
     assert sight.per_minute is None, "a clock that stands still gives no rate"
-    lines = [line for line in _text(render(sight, now=1.0)).splitlines() if "│" in line]
+    lines = [line for line in _text(render(sight, now=1.0)).splitlines() if "\u2502" in line]
     assert [line.split()[1] for line in lines] == [str(WINDOW + 3 - i) for i in range(8)]
 
 

@@ -91,6 +91,29 @@ def test_zero_run_blocks_are_read_by_all(
     check_blocks(mask, inner)
 
 
+#: inner, mask, block: where a stretch of zeros is just long enough, or just too short.
+VECTORS: tuple[tuple[Inner, str, str], ...] = (
+    ("snappy", "01 0000000000 02", "07 04 01 00 01 01 00 02"),
+    ("snappy", "01 00000000 02", "06 14 01 00000000 02"),
+    ("snappy", "01 0000000000", "06 04 01 00 01 01"),
+    ("snappy", "00" * 13, "0D 00 00 2E 01 00"),
+    ("lz4", "00" * 13, "13 00 01 00 50 0000000000"),
+    ("lz4", "00" * 12, "C0" + "00" * 12),
+    ("lz4", "01 0000000000 02" + "00" * 5, "C0 01 0000000000 02" + "00" * 5),
+    ("lz4", "01 0000000000 02" + "03" * 7, "20 01 00 01 00 80 02" + "03" * 7),
+    ("lz4", "01" * 7 + "00" * 9 + "02" * 6, "84" + "01" * 7 + "00 01 00" + "60" + "02" * 6),
+)
+
+
+@pytest.mark.parametrize(("inner", "mask", "block"), VECTORS)
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_fixed_vectors(kernels: Ops, inner: Inner, mask: str, block: str) -> None:
+    elements = np.frombuffer(bytes.fromhex(mask), np.uint8)
+    arena, _ = zero_runs(elements, lz4=inner == "lz4", kernels=kernels)
+    assert arena == bytes.fromhex(block)
+    assert by_pyarrow(arena, len(elements), inner) == elements.tobytes()
+
+
 @pytest.mark.parametrize("inner", INNERS)
 def test_every_place_of_two_changes_in_a_short_block(inner: Inner) -> None:
     """The rules for the ends of stretches and blocks, at every distance."""

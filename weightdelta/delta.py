@@ -22,7 +22,7 @@ from weightdelta.frame import FramePlan, Segment, chunks_of
 from weightdelta.index import Index
 from weightdelta.kernels import ops
 from weightdelta.kernels.planes import Elements, Planes
-from weightdelta.layout import Layout
+from weightdelta.layout import MOST_BYTES, Layout
 from weightdelta.record import (
     VersionEntry,
     data_name,
@@ -138,32 +138,38 @@ class DeltaReader:
         """The layout of a content digest."""
         if digest not in self._layouts:
             name = layout_name(digest)
-            self._layouts[digest] = Layout.from_bytes(self._hashed(name, digest), name=name)
+            limit = min(self._limits.max_layout_bytes, MOST_BYTES)
+            data = self._hashed(name, digest, limit=limit)
+            self._layouts[digest] = Layout.from_bytes(data, name=name)
         return self._layouts[digest]
 
     def plan(self, digest: str, *, layout: Layout) -> FramePlan:
         """The frame plan of a content digest."""
         if digest not in self._plans:
             name = plan_name(digest)
-            data = self._hashed(name, digest)
+            data = self._hashed(name, digest, limit=self._limits.max_layout_bytes)
             self._plans[digest] = FramePlan.from_bytes(data, layout=layout, where=name)
-        return self._plans[digest]
+        plan = self._plans[digest]
+        if plan.layout != layout.digest:  # kernels index by it without looking
+            raise DamagedObject(
+                f"{plan_name(digest)}: the plan is for layout {plan.layout}, expected "
+                f"{layout.digest}"
+            )
+        return plan
 
     def table(self, digest: str, *, layout: Layout) -> U64:
         """The table of tensor digests whose hash is a version's digest."""
         name = table_name(digest)
-        data = self._hashed(name, digest)
-        if len(data) != 8 * len(layout.tensors):
-            raise DamagedObject(
-                f"{name}: expected {len(layout.tensors)} digests, found {len(data)} bytes"
-            )
+        size = 8 * len(layout.tensors)
+        data = self._hashed(name, digest, limit=self._limits.max_layout_bytes, size=size)
         return np.frombuffer(data, "<u8").astype(np.uint64)
 
     def delta(self, entry: VersionEntry, *, layout: Layout) -> Delta:
         """The delta that a version entry commits."""
         known = _codecs(entry)
         name = index_name(entry.write_id)
-        data = self._hashed(name, entry.index, size=entry.index_bytes)
+        limit = self._limits.max_index_bytes
+        data = self._hashed(name, entry.index, limit=limit, size=entry.index_bytes)
         plan = self.plan(entry.plan, layout=layout)
         index = Index.from_bytes(data, plan=plan, layout=layout, where=name)
         if (index.version, index.parent) != (entry.version, entry.parent):
@@ -210,9 +216,11 @@ class DeltaReader:
                 )
             yield frame, part
 
-    def _hashed(self, name: str, digest: str, *, size: int | None = None) -> bytes:
-        limit = self._limits.max_layout_bytes if size is None else self._limits.max_index_bytes
-        data = self.store.read(name, limit=limit)
+    def _hashed(self, name: str, digest: str, *, limit: int, size: int | None = None) -> bytes:
+        """An object's bytes, of which never more than ``limit`` or a known ``size`` are read."""
+        if size is not None and size > limit:
+            raise DamagedObject(f"{name}: {size} bytes, more than the {limit} bytes allowed")
+        data = self.store.read(name, limit=limit if size is None else size)
         if size is not None and len(data) != size:
             raise DamagedObject(f"{name}: expected {size} bytes, found {len(data)}")
         found = blake3(data).hexdigest()

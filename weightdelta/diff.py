@@ -232,11 +232,17 @@ class _Fold:
 
     def then(self, other: "_Fold") -> "_Fold":
         """This, then another; each holds an index once."""
-        index = np.union1d(self.index, other.index)
+        both = np.concatenate([self.index, other.index])
+        order = np.argsort(both, kind="stable")  # two ascending runs: merged in one pass
+        both = both[order]
+        new = np.ones(len(both), np.bool_)
+        np.not_equal(both[1:], both[:-1], out=new[1:])
+        place = np.empty(len(both), np.int64)
+        place[order] = np.cumsum(new) - 1
+        index = both[new]
         total = np.zeros(len(index), self.total.dtype)
         xor, forms = np.zeros_like(total), np.zeros(len(index), np.uint8)
-        for part in (self, other):
-            at = np.searchsorted(index, part.index)
+        for part, at in zip((self, other), np.split(place, [len(self.index)]), strict=True):
             total[at] += part.total
             xor[at] ^= part.xor
             forms[at] |= part.forms
@@ -268,8 +274,10 @@ def _joined(pieces: Sequence[tuple[U64, Elements]], *, xor: bool, negate: bool) 
     values = np.concatenate([p[1] for p in pieces])
     if negate:
         values = (~values + values.dtype.type(1)).astype(values.dtype)
-    order = np.argsort(index, kind="stable")
-    return _Fold.of(index[order], values[order], xor=xor)
+    if not bool((index[1:] > index[:-1]).all()):  # pieces of strided segments interleave
+        order = np.argsort(index, kind="stable")
+        index, values = index[order], values[order]
+    return _Fold.of(index, values, xor=xor)
 
 
 def _change(spec: TensorSpec, fold: _Fold) -> TensorChange:

@@ -1,6 +1,6 @@
 """Bulk bytes through obstore, a client in Rust; everything conditional stays with fsspec.
 
-Reads and writes of data take a quarter of the processor time that s3fs needs, and parts of an
+Reads and writes of data take about half of the processor time that s3fs needs, and parts of an
 upload travel side by side. Names, creates, hints and deletes go through the backend beside it.
 """
 # ruff: noqa: D102 (``Backend`` says what each method does)

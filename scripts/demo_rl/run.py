@@ -93,6 +93,8 @@ class Run:
             self.say("killed sampler 0 while a version was being published")
         seconds = ray.get(training)[0]["seconds"]
         stats = self._committed(publication, step)
+        if stats is None:
+            return
         self.rows.append(Row(stats, reward))
         self._update()
         self.say(
@@ -105,15 +107,18 @@ class Run:
             self._back_and_forth(truth)
         self._previous = truth
 
-    def _committed(self, publication: wd.Publication, step: int) -> wd.PublishStats:
-        """Wait for the version; one that was lost is published again, which covers its span."""
-        while True:
-            try:
-                return publication.wait(timeout=300)
-            except RetryError as e:
-                self.lost += 1
-                self.say(f"step {step}: publication lost ({e.kind}); publishing again")
-                publication = self.group.publish(step=step)
+    def _committed(self, publication: wd.Publication, step: int) -> wd.PublishStats | None:
+        """The version, or None if it was lost: training goes on, the next one covers its span."""
+        why = "ranks busy with the one before"
+        try:
+            stats = publication.wait(timeout=300)
+            if stats.committed:
+                return stats
+        except RetryError as e:
+            why = e.kind
+        self.lost += 1
+        self.say(f"step {step}: no version ({why}); the next one covers the span")
+        return None
 
     def close(self) -> None:
         """Take weightdelta off the trainers and end Ray."""
@@ -124,7 +129,7 @@ class Run:
     @property
     def bit_exact(self) -> bool:
         """Whether every comparison was made and found no difference."""
-        return not self.wrong and all(row.compared for row in self.rows)
+        return bool(self.rows) and not self.wrong and all(row.compared for row in self.rows)
 
     def _sampler(self, number: int) -> Any:
         return start_sampler(self.model, folder=self.base, seed=number)

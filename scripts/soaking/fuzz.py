@@ -81,8 +81,8 @@ def work(path: Path, *, finds: Path | None) -> int:
     _warm_up()
     counter = os.open(path.with_suffix(".now"), os.O_RDWR | os.O_CREAT)
     before, saved = progress.seconds, time.monotonic()
-    started = saved
-    while before + time.monotonic() - started < goal:
+    started, parent = saved, os.getppid()
+    while before + time.monotonic() - started < goal and os.getppid() == parent:
         os.pwrite(counter, progress.next.to_bytes(8, "little"), 0)
         _one(progress, finds or FINDS)
         progress.next += 1

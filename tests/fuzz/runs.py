@@ -26,6 +26,7 @@ from weightdelta.layout import Layout
 from weightdelta.receiver import Receiver
 from weightdelta.record import data_name, index_name, layout_name, log_name, plan_name
 from weightdelta.store import Store
+from weightdelta.verify import verify
 
 SETTINGS = Config.of({"threads": 1, "store": {"threads": 1, "fsync": False}})
 Objects = Mapping[str, bytes]
@@ -217,6 +218,7 @@ def run_target() -> Target:
         try:
             for name, data in objects.items():
                 store.write(name, data)
+            verify(store, config=SETTINGS, deep=True)  # finds, and never raises
             _follow(store, run)
         finally:
             for name in objects:

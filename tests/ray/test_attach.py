@@ -16,6 +16,7 @@ from weightdelta.config import Config
 from weightdelta.errors import (
     Busy,
     CaptureSkew,
+    ConfigError,
     Fenced,
     InputError,
     LayoutMismatch,
@@ -99,6 +100,22 @@ def test_versions_tags_and_nothing_left_after_close(
     assert not [name for name in actors() if group._attachment.group in name]
     with pytest.raises(InputError, match="attach again"):
         group.publish()
+
+
+def test_one_publication_may_have_another_codec(
+    trainers: Any, attach: Any, base: Path, store: str
+) -> None:
+    handles = trainers("sync")
+    group = attach(handles, config=Config.of({"values": "xor", "store": {"fsync": False}}))
+    for step, codec in enumerate((None, "lz4+zstd", "none"), 1):
+        step_all(handles)
+        assert group.publish(step=step, codec=codec).wait(LONG).version == step
+    with pytest.raises(ConfigError, match="codec 'lzma'"):
+        group.publish(codec="lzma")
+    assert [levels(read(store, base, v)) for v in (1, 2, 3)] == [{1}, {2}, {3}]
+    log = Log(Store(store))
+    log.refresh()
+    assert [e.codec for e in log.versions.values()] == ["sparse+zstd", "lz4+zstd", "none"]
 
 
 def test_ranks_at_different_steps_commit_nothing(

@@ -115,8 +115,8 @@ def pack(planes: Planes, *, inner: Inner, chunks: Chunks, width: int) -> Blocks:
     offsets, values = ops().expand(planes, chunks=chunks), planes.values.view(UINTS[width])
     first = np.searchsorted(offsets, np.arange(len(lengths)) * (BLOCK_BYTES // width))
     changed = np.diff(first, append=len(offsets))
-    sparse = np.flatnonzero((changed > 0) & (GAP_FACTOR * changed * width < lengths))
-    dense = np.flatnonzero(GAP_FACTOR * changed * width >= lengths)
+    few = GAP_FACTOR * changed * width < lengths
+    sparse, dense = np.flatnonzero(few & (changed > 0)), np.flatnonzero(~few)
     arena, found = ops().zero_runs(offsets, values, blocks=sparse, size=size, lz4=inner == "lz4")
     sizes = np.zeros(len(lengths), np.uint32)
     sizes[sparse] = found
