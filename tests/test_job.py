@@ -1,6 +1,7 @@
 """All ranks come to the same plan, or all refuse for the same reason."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -74,6 +75,16 @@ def test_frames_respect_the_setting(base: Base) -> None:
     job = _plan(base, _rank((0, 8)), config=config)
     assert job.plan.max_bytes == 64 * 1024
     assert job.config is config
+
+
+def test_tensors_with_a_codec_of_their_own_get_frames_of_their_own(base: Base) -> None:
+    def frames(**settings: Any) -> list[list[str]]:
+        job = _plan(base, _rank((0, 8)), config=Config.of({"values": "xor", **settings}))
+        spans = (job.plan.frame(i).segments for i in range(len(job.plan)))
+        return [[job.layout.tensors[s.tensor].name for s in span] for span in spans]
+
+    assert frames() == frames(codec="zstd") == [["h"], ["b", "w"]]
+    assert frames(codec_by_tensor={"[bh]": "none"}) == [["h"], ["w"], ["b"]]
 
 
 def test_aliases_of_all_ranks_are_joined(base: Base) -> None:

@@ -23,8 +23,10 @@ from fuzz.target import Target, pick
 TRACED = 8
 #: Address space that a worker may take beyond what it has after a first round [B].
 ROOM = 2 << 30
-#: Wall time without progress after which a worker counts as hanging [s].
-HANG_S = 180
+#: Looks at a worker, this far apart [s], and how many of them without progress mean that it
+#: hangs. They are counted, not timed: a machine that sleeps stops both sides.
+LOOK_S = 5.0
+HANGING = 36
 
 
 @dataclass
@@ -159,14 +161,14 @@ def _watch(path: Path, goal: float, finds: Path | None) -> None:
     }  # fmt: skip
     worker = subprocess.Popen(command, env=environment)
     print(f"worker {worker.pid} goes on at {Progress.load(path).next}")
-    seen, since, hung = -1, time.monotonic(), False
+    seen, still, hung = -1, 0, False
     while worker.poll() is None:
-        time.sleep(5)
-        now = Progress.load(path)
+        time.sleep(LOOK_S)
+        now, still = Progress.load(path), still + 1
         if now.next != seen:
-            seen, since = now.next, time.monotonic()
+            seen, still = now.next, 0
             print(now.line())
-        hung = time.monotonic() - since > HANG_S
+        hung = still > HANGING
         if hung:
             worker.kill()
             worker.wait()

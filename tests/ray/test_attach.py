@@ -106,7 +106,7 @@ def test_one_publication_may_have_another_codec(
     trainers: Any, attach: Any, base: Path, store: str
 ) -> None:
     handles = trainers("sync")
-    group = attach(handles, config=Config.of({"values": "xor", "store": {"fsync": False}}))
+    group = attach(handles, config={"values": "xor"})
     for step, codec in enumerate((None, "lz4+zstd", "none"), 1):
         step_all(handles)
         assert group.publish(step=step, codec=codec).wait(LONG).version == step

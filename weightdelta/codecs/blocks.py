@@ -113,7 +113,8 @@ def pack(planes: Planes, *, inner: Inner, chunks: Chunks, width: int) -> Blocks:
     size = _mask_size(chunks, width)
     lengths = block_lengths(size)
     offsets, values = ops().expand(planes, chunks=chunks), planes.values.view(UINTS[width])
-    first = np.searchsorted(offsets, np.arange(len(lengths)) * (BLOCK_BYTES // width))
+    starts = np.arange(len(lengths), dtype=np.uint32) * np.uint32(BLOCK_BYTES // width)
+    first = np.searchsorted(offsets, starts)
     changed = np.diff(first, append=len(offsets))
     few = GAP_FACTOR * changed * width < lengths
     sparse, dense = np.flatnonzero(few & (changed > 0)), np.flatnonzero(~few)

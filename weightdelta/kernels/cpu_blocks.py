@@ -191,8 +191,10 @@ def zero_runs(
     """See ``reference_blocks.zero_runs``."""
     width = values.dtype.itemsize
     low = blocks * BLOCK_BYTES
-    first = np.searchsorted(offsets, low // width)
-    last = np.searchsorted(offsets, np.minimum(low + BLOCK_BYTES, size) // width)
+    high = np.minimum(low + BLOCK_BYTES, size)
+    # Keys of the list's own type: any other would have the whole list converted.
+    first = np.searchsorted(offsets, (low // width).astype(np.uint32))
+    last = np.searchsorted(offsets, (high // width).astype(np.uint32))
     out = scratch.get("zero runs", _room(len(blocks), int((last - first).sum()), width), np.uint8)
     sizes = np.empty(len(blocks), np.uint32)
     done = _zero_runs(offsets, values, blocks, first, last, size, lz4, out, sizes)
