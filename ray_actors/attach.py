@@ -104,8 +104,9 @@ class TrainerGroup:
             acks = self._capture(write_id, version, codec)
         except BaseException as e:
             # Interrupted in between: without this the next ones would find it still under way.
-            lost = PublicationLost(f"publish was interrupted by {type(e).__name__}")
-            self.coordinator.fail.remote(write_id, lost)
+            if not self._closed:
+                lost = PublicationLost(f"publish was interrupted by {type(e).__name__}")
+                self.coordinator.fail.remote(write_id, lost)
             raise
         self._last = Publication(self._follow(write_id, acks))
         if self._concurrent:
@@ -298,6 +299,7 @@ def _start(
     refuse_divergence([s.hashes for s in started])
     tables = [s.table for s in started]
     get(coordinator.open.remote(sum(tables[1:], tables[0]), version))
+    get([h.__ray_call__.remote(trainer.take_over, attachment.group) for h in trainers])
 
 
 def _detach(trainers: Sequence[Any], attachment: Attachment, coordinator: Any) -> None:

@@ -284,11 +284,9 @@ def start(
     except BaseException:
         found.close()  # leave no hook behind
         raise
-    for group in [g for g, r in _RANKS.items() if r.store == attachment.store]:
-        # One store holds one run: whoever attached before is fenced from now on.
-        _RANKS.pop(group).close()
-        _SUPERSEDED.add(group)
-    _SUPERSEDED.discard(attachment.group)
+    before = _RANKS.pop(attachment.group, None)
+    if before:
+        before.close()
     _RANKS[attachment.group] = found
     return Started(table, hashes)
 
@@ -319,6 +317,17 @@ def capture(
         found.session.catch_up(version)
     found.capture(actor, write_id, coordinator, codec=codec)
     return Ack(time.monotonic() - started, version)
+
+
+def take_over(actor: Any, group: str) -> None:  # noqa: ARG001 (passed by __ray_call__)
+    """Drop the sessions of whoever attached to this store before; the log has fenced them.
+
+    Called only once the new run is open: an attach that fails must not harm the one before it.
+    """
+    mine = _RANKS[group]
+    for other in [g for g, r in _RANKS.items() if r is not mine and r.store == mine.store]:
+        _RANKS.pop(other).close()
+        _SUPERSEDED.add(other)
 
 
 def detach(actor: Any, group: str) -> None:  # noqa: ARG001 (passed by __ray_call__)

@@ -1,6 +1,9 @@
 """Hypothesis profiles and the guards every test runs under."""
 
 import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -27,3 +30,34 @@ def _local_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", os.environ.get("GLOO_SOCKET_IFNAME", "lo"))
+
+
+# -- a small real run, and receivers that follow it: for the tests of the receiver -------------
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Any]:
+    """A ``SmallRun`` of three versions."""
+    from small_runs import SmallRun
+
+    found = SmallRun(tmp_path)
+    for seed in range(3):
+        found.step(seed)
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def follow(run: Any) -> Iterator[Callable[..., Any]]:
+    """Makes receivers and closes them afterwards."""
+    from weightdelta.receiver import Receiver
+
+    made: list[Receiver] = []
+
+    def make(model: Any, *, store: Any = None, **options: Any) -> Receiver:
+        made.append(Receiver(store or run.store, model, **options))
+        return made[-1]
+
+    yield make
+    for receiver in made:
+        receiver.close()

@@ -1,7 +1,10 @@
 """Storing staged values: all or none, again as often as you like."""
 
+import signal
+import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -103,3 +106,35 @@ def test_a_scatter_cannot_leave_a_foreign_value_in_place(pool: ThreadPoolExecuto
     model["b"][2] = 3  # just the new value: as if this had been stored already
     store_values(staged, pool=pool)
     assert model["b"].tolist() == [1, 2, 3, 4, 5]
+
+
+class _Gated(ThreadPoolExecutor):
+    """Its tasks stop at a gate before they run."""
+
+    def __init__(self) -> None:
+        super().__init__(2)
+        self.gate = threading.Event()
+        self.jobs: list[Future[Any]] = []
+
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """As in the base, behind the gate."""
+
+        def task() -> Any:
+            self.gate.wait(60)
+            return fn(*args, **kwargs)
+
+        self.jobs.append(super().submit(task))
+        return self.jobs[-1]
+
+
+def test_an_interrupt_leaves_nothing_being_stored() -> None:
+    """Else the values would go on changing behind whoever looks at them next."""
+    model = _model()
+    staged = _staged(model)
+    with _Gated() as pool:
+        threading.Timer(0.1, signal.raise_signal, [signal.SIGINT]).start()
+        threading.Timer(0.4, pool.gate.set).start()
+        with pytest.raises(KeyboardInterrupt):
+            store_values(staged, pool=pool, workers=2)
+        assert len(pool.jobs) == 2
+        assert all(job.done() for job in pool.jobs)

@@ -221,32 +221,6 @@ def test_ranks_at_different_steps_are_refused(trainer: Trainer, base: Base, what
     assert trainer.publish(2, live).version == 1
 
 
-@pytest.mark.parametrize(
-    ("steps", "marks", "fits"),
-    [
-        ((5, None), (None, None), False),  # restarted alone, at nobody knows which step
-        ((5, None), (7, None), False),
-        ((5, None), (7, 7), True),  # its optimizer, or the caller, knows
-        ((5, None), (7, 6), False),
-        ((None, None), (None, None), True),  # all restarted together
-    ],
-)
-def test_a_restarted_rank_has_to_show_its_step(
-    trainer: Trainer,
-    base: Base,
-    steps: tuple[int | None, ...],
-    marks: tuple[int | None, ...],
-    fits: bool,
-) -> None:
-    trainer.writer.begin(_id(1), step=None)
-    for rank, count, mark in zip(trainer.ranks, steps, marks, strict=True):
-        receipt = rank.deliver(_id(1), _live(base), trainer.store, steps=count)
-        trainer.writer.add(replace(receipt, mark=mark))
-    outcome = trainer.writer.commit(_id(1))
-    assert outcome.version == (1 if fits else None)
-    assert fits or isinstance(outcome.error, CaptureSkew)
-
-
 def test_a_commit_without_every_receipt_is_lost(trainer: Trainer, base: Base) -> None:
     trainer.writer.begin(_id(1), step=None)
     trainer.writer.add(trainer.ranks[1].deliver(_id(1), _live(base), trainer.store))
@@ -298,6 +272,11 @@ def test_what_was_sent_cannot_be_aborted_and_is_settled_later(
     assert outcome.version == 1
     for rank in trainer.ranks:
         rank.settle(outcome)
+    _goes_on(trainer, live, base)
+
+
+def _goes_on(trainer: Trainer, live: Weights, base: Base) -> None:
+    """The next version follows, and all of them hold."""
     _step(live, 2)
     assert trainer.publish(2, live).version == 2
     assert verify(trainer.store, config=CONFIG, deep=True, base=base.path).problems == []
@@ -318,9 +297,7 @@ def test_a_receipt_that_comes_again_changes_nothing_that_was_sent(
     _faults(trainer).plan = None
     for rank in trainer.ranks:
         rank.settle(trainer.writer.commit(write_id))
-    _step(live, 2)
-    assert trainer.publish(2, live).version == 2
-    assert verify(trainer.store, config=CONFIG, deep=True, base=base.path).problems == []
+    _goes_on(trainer, live, base)
 
 
 @pytest.mark.fault

@@ -1,7 +1,7 @@
 """The receiver: attach, prepare, apply and roll back, in every order that is allowed."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,29 +24,6 @@ from weightdelta.store import Store
 from weightdelta.testing.faults import FaultStore, Plan
 
 NO_SCRUB = Config.of({"scrub_every": 0})
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[SmallRun]:
-    found = SmallRun(tmp_path)
-    for seed in range(3):
-        found.step(seed)
-    yield found
-    found.close()
-
-
-@pytest.fixture
-def follow(run: SmallRun) -> Iterator[Callable[..., Receiver]]:
-    """Makes receivers and closes them afterwards."""
-    made: list[Receiver] = []
-
-    def make(model: Any, *, store: Store | None = None, **options: Any) -> Receiver:
-        made.append(Receiver(store or run.store, model, **options))
-        return made[-1]
-
-    yield make
-    for receiver in made:
-        receiver.close()
 
 
 Follow = Callable[..., Receiver]

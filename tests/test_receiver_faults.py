@@ -5,7 +5,6 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,33 +24,9 @@ from weightdelta.errors import (
 from weightdelta.publish import Receipt
 from weightdelta.receiver import Receiver
 from weightdelta.record import data_name, encode, log_name
-from weightdelta.store import Store
 from weightdelta.testing.faults import FaultStore, Plan
 
 NO_SCRUB = Config.of({"scrub_every": 0})
-
-
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[SmallRun]:
-    found = SmallRun(tmp_path)
-    for seed in range(3):
-        found.step(seed)
-    yield found
-    found.close()
-
-
-@pytest.fixture
-def follow(run: SmallRun) -> Iterator[Callable[..., Receiver]]:
-    """Makes receivers and closes them afterwards."""
-    made: list[Receiver] = []
-
-    def make(model: Any, *, store: Store | None = None, **options: Any) -> Receiver:
-        made.append(Receiver(store or run.store, model, **options))
-        return made[-1]
-
-    yield make
-    for receiver in made:
-        receiver.close()
 
 
 Follow = Callable[..., Receiver]

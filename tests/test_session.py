@@ -113,7 +113,21 @@ def test_catch_up_after_an_answer_that_was_lost(run: Run) -> None:
     run.session.catch_up(1)
     assert run.session.version == 1
     run.check(2)
-    assert run.receipts[-1].steps is None  # what happened since version 1 is not known
+    assert run.receipts[-1].steps == 0  # counted from its own capture, which was committed
+    run.check(3)
+    assert run.receipts[-1].steps == 0
+
+
+def test_catch_up_on_what_another_captured_leaves_the_steps_unknown(run: Run) -> None:
+    run.change()
+    run.after = lose
+    with pytest.raises(PublicationLost):
+        run.publish().result(LONG)
+    run.after = lambda: None
+    run.session._last = None  # as after a restart: what was committed is not this rank's memory
+    run.session.catch_up(1)
+    run.check(2)
+    assert run.receipts[-1].steps is None
     run.check(3)
     assert run.receipts[-1].steps == 0
 

@@ -266,6 +266,7 @@ def test_a_hanging_read_among_many_is_named(store: Store) -> None:
 
 def test_what_hangs_does_not_pile_up(store: Store) -> None:
     store.write("x/y", b"0")
+    before = set(threading.enumerate())
     faulty = FaultStore(store, Plan("hang", forever=True), timeout_s=0.001)
     for _ in range(MAX_HANGING):
         with pytest.raises(StoreTimeout, match="took over"):
@@ -274,9 +275,8 @@ def test_what_hangs_does_not_pile_up(store: Store) -> None:
         faulty.read("x/y")
     assert len(faulty.calls) == MAX_HANGING
     faulty.release()
-    for t in threading.enumerate():
-        if t.daemon and t is not threading.current_thread():
-            t.join(5)
+    for t in set(threading.enumerate()) - before:
+        t.join(5)
     faulty.timeout_s = 10
     assert faulty.read("x/y") == b"0"
 

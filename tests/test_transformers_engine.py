@@ -347,3 +347,58 @@ def test_a_callback_between_tokens_may_apply(model: Any, run: SmallRun) -> None:
     assert versions == [2, 2, 2]
     assert _same(model, run.versions[2])
     receiver.close()
+
+
+class _Held:
+    """An engine of plain tensors whose gate is real, and whose ``tensors`` can be held up."""
+
+    def __init__(self, weights: Any) -> None:
+        self.weights = weights
+        self.gate = Gate()
+        self.paused_once = threading.Event()
+        self.asked, self.answer = threading.Event(), threading.Event()
+        self.answer.set()
+
+    def tensors(self) -> Any:
+        self.asked.set()
+        self.answer.wait(60)
+        return self.weights
+
+    def aliases(self) -> list[tuple[str, ...]]:
+        return []
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        with self.gate.closed():
+            self.paused_once.set()
+            yield
+
+
+def test_prepare_from_within_a_token_does_not_deadlock_an_apply(run: SmallRun) -> None:
+    engine = _Held(run.model())
+    receiver = Receiver(run.store, engine)
+    receiver.prepare(version=1).wait()
+    with engine.gate.token():
+        with _thread(receiver.apply):
+            while not engine.gate._closing:  # the apply stands at the gate, held by this token
+                pass
+            receiver.prepare(version=2).wait(60)  # must not wait for that apply
+            engine.gate.step()  # the boundary: the apply goes through, with the newer one
+        assert receiver.version == 2
+    receiver.close()
+
+
+def test_an_apply_waits_for_a_scrub_without_holding_the_engine(run: SmallRun) -> None:
+    engine = _Held(run.model())
+    receiver = Receiver(run.store, engine)
+    receiver.prepare().wait()
+    engine.asked.clear()
+    engine.answer.clear()
+    with _thread(receiver.scrub):
+        assert engine.asked.wait(60)  # the scrub is in the middle of its work
+        with _thread(receiver.apply):
+            assert not engine.paused_once.wait(0.3)
+            engine.answer.set()
+    assert engine.paused_once.is_set()
+    assert receiver.version == run.newest
+    receiver.close()

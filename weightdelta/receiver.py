@@ -8,10 +8,10 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -117,7 +117,8 @@ class Receiver:
         self._pool = self._workers()
         self._fetchers = ThreadPoolExecutor(self._config.store.threads, "weightdelta-fetch")
         self._background = ThreadPoolExecutor(2, "weightdelta-prepare")
-        self._lock = threading.Lock()
+        self._turn = threading.Lock()  # one long operation at a time; taken before a pause
+        self._lock = threading.Lock()  # the fields below; never held for long but by that one
         self._preparation: Preparation | None = None
         self._undo: _Step | None = None
         self._moving: tuple[_Step, bool] | None = None
@@ -156,7 +157,7 @@ class Receiver:
             LayoutMismatch: The model's tensors are not the run's.
             StateMismatch: They are none; the message names tensors that differ from base.
         """
-        with self._lock:
+        with self._turn, self._lock:
             self._refuse_closed()
             self._forget()
             self._phase = "DIRTY"
@@ -199,13 +200,14 @@ class Receiver:
             StateMismatch: The weights were edited meanwhile; nothing was stored.
             WeightDeltaError: The preparation's own error; nothing was stored.
         """
-        self._await_preparation()
-        # The pause first, then the lock: whoever holds the gate may be calling prepare().
-        with self._pause(), self._lock:
+        if (running := self._preparation) is not None:
+            wait([running._future])  # before anything stands still or is locked
+        # The pause before the lock: whoever holds the gate may be calling prepare().
+        with self._turn, self._pause() as started, self._lock:
             self._refuse_closed()
             if self._phase == "APPLYING" and self._moving:
                 # Stored values are absolute, so the whole move is simply done again.
-                return self._move(self._moving[0], back=self._moving[1])
+                return self._move(self._moving[0], back=self._moving[1], started=started)
             self._refuse_unclean()
             if self._preparation is None or not self._preparation.done():
                 raise NotPrepared("apply: expected a prepared version, found none; call prepare()")
@@ -216,7 +218,7 @@ class Receiver:
                     f"{self._version}; call prepare() again"
                 )
             self._refuse_moved()
-            return self._move(step, back=False)
+            return self._move(step, back=False, started=started)
 
     def rollback(self) -> ApplyStats:
         """Go back to the version before the last ``apply``, without fetching anything.
@@ -224,7 +226,7 @@ class Receiver:
         Raises:
             NotPrepared: No apply to undo; ``prepare(version=...)`` goes back any distance.
         """
-        with self._pause(), self._lock:
+        with self._turn, self._pause() as started, self._lock:
             self._refuse_unclean()
             if self._undo is None:
                 raise NotPrepared(
@@ -232,7 +234,7 @@ class Receiver:
                 )
             self._refuse_moved()
             self._drop_preparation()
-            return self._move(self._undo, back=True)
+            return self._move(self._undo, back=True, started=started)
 
     def scrub(self) -> int:
         """Check every weight against the version it should be; returns that version.
@@ -240,14 +242,14 @@ class Receiver:
         Raises:
             StateMismatch: Some weight was edited behind the receiver's back.
         """
-        with self._lock:
+        with self._turn, self._lock:
             self._refuse_unclean()
             self._refuse_moved()
             return self._scrub()
 
     def release(self) -> None:
         """Drop all staging memory and the way back; the receiver can go on with ``prepare``."""
-        with self._lock:
+        with self._turn, self._lock:
             if self._phase != "APPLYING":
                 self._forget()
             if not self._closed:  # its threads keep work arrays as large as what was staged
@@ -256,19 +258,16 @@ class Receiver:
 
     def close(self) -> None:
         """Release, and end the threads; every later call but ``release`` is refused."""
-        with self._lock:
+        with self._turn, self._lock:
             self._closed = True
             self._forget()
         for pool in (self._background, self._fetchers, self._pool):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _pause(self) -> AbstractContextManager[Any]:
-        return self._engine.paused() if self._engine else nullcontext()
-
-    def _await_preparation(self) -> None:
-        """Let a running preparation end, before anything stands still or is locked."""
-        if (running := self._preparation) is not None:
-            wait([running._future])
+    @contextmanager
+    def _pause(self) -> Iterator[float]:
+        with self._engine.paused() if self._engine else nullcontext():
+            yield time.monotonic()
 
     # -- preparation -------------------------------------------------------------------------
 
@@ -345,10 +344,10 @@ class Receiver:
 
     # -- state -------------------------------------------------------------------------------
 
-    def _move(self, step: _Step, *, back: bool) -> ApplyStats:
+    def _move(self, step: _Step, *, back: bool, started: float) -> ApplyStats:
         start, end = (step.end, step.start) if back else (step.start, step.end)
         changed = step.changed
-        started = time.monotonic()
+        storing = time.monotonic()
         self._phase, self._moving = "APPLYING", (step, back)
         try:
             workers = self._config.threads
@@ -359,13 +358,13 @@ class Receiver:
             raise
         # All of it before the pause ends: leaving the pause may fail as well.
         self._arrive(step, back=back)
-        seconds = time.monotonic() - started
+        now = time.monotonic()
         return ApplyStats(
             from_version=start,
             version=end,
             changed=changed,
-            apply_s=seconds,
-            pause_s=seconds,
+            apply_s=now - storing,
+            pause_s=now - started,
             integrity=self.integrity,
         )
 

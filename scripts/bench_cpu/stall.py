@@ -56,13 +56,15 @@ def measure(trainer: Trainer, *, base: Path, steps: int) -> Stall:
         with peak() as before:
             alone = [trainer.step() for _ in range(steps)]
         with peak() as after:
-            publisher = wd.Publisher(folder, trainer.model, base=base)
+            # Longer than any commit, so that a wait for one shows in the step's time.
+            config = wd.Config.of({"busy_wait_s": 600.0})
+            publisher = wd.Publisher(folder, trainer.model, base=base, config=config)
             publisher.publish().wait()  # the first delta: everything since base
             results = [_publish(trainer, publisher, step) for step in range(steps)]
             publisher.close()
         follow = _follow(trainer, folder, base)
         alone += [trainer.step() for _ in range(steps)]
-    stats = [r.stats for r in results]
+    stats = [r.publication.wait() for r in results]
     raw, grown = stats[0].raw_bytes, after[0] - before[0]
     payload = max(s.payload_bytes for s in stats)
     return Stall(
@@ -83,16 +85,15 @@ def measure(trainer: Trainer, *, base: Path, steps: int) -> Stall:
 @dataclass(frozen=True)
 class _Step:
     seconds: float
-    stats: Any
+    publication: Any
 
 
 def _publish(trainer: Trainer, publisher: Any, step: int) -> _Step:
-    """A step whose predecessor is still being encoded and committed, as in a real loop."""
+    """A step, under which the one before is encoded and committed, and the publish call."""
     started = time.perf_counter()
     trainer.step()
     publication = publisher.publish(step=step)
-    seconds = time.perf_counter() - started
-    return _Step(seconds, publication.wait())
+    return _Step(time.perf_counter() - started, publication)
 
 
 def _follow(trainer: Trainer, store: str, base: Path) -> tuple[Any, Any]:

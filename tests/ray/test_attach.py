@@ -300,6 +300,24 @@ def _resizable(self: Any) -> Any:
     return {**tensors, "m": tensors["m"][:3]} if getattr(self, "cut", False) else tensors
 
 
+def test_an_attach_that_fails_does_no_harm_to_the_one_before(
+    trainers: Any, attach: Any, base: Path, store: str, tmp_path: Path
+) -> None:
+    handles = trainers("sync")
+    group = attach(handles)
+    step_all(handles)
+    assert ended(group.publish()) == 1
+    other = tmp_path / "other"
+    other.mkdir()
+    tensors = load_file(str(base / FILE))
+    save_file({n: t + 1 for n, t in tensors.items()}, str(other / FILE))
+    with pytest.raises(StateMismatch):
+        attach(handles, base=other)  # refused when every rank has started already
+    step_all(handles)
+    assert ended(group.publish()) == 2
+    assert levels(read(store, base)) == {2}
+
+
 def test_the_older_of_two_attachments_is_fenced(
     trainers: Any, attach: Any, base: Path, store: str
 ) -> None:
@@ -324,6 +342,7 @@ def test_the_older_of_two_attachments_is_fenced(
     step_all(handles)
     assert ended(new.publish()) == 3
     assert levels(read(store, base)) == {3}
+    assert [len(inside(h, sessions)) for h in handles] == [1, 1]  # the old ones are gone
     log = Log(Store(store))
     log.refresh()
     assert sum(isinstance(e, OpenEntry) for e in log.entries) == 2
