@@ -24,6 +24,18 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     return [f"hypothesis profile: {PROFILE}, seed: {seed if seed is not None else 'per test'}"]
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests that share a server or a Ray stay in one process, the others go file by file."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFolder(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return nodeid.partition("::")[0].removeprefix("tests/").partition("/")[0]
+
+    return ByFolder(config, log)
+
+
 @pytest.fixture(autouse=True)
 def _local_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep Ray and gloo on this host, silent and without a token file."""
