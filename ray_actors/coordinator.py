@@ -57,7 +57,7 @@ class Coordinator:
         self.writer = RunWriter(
             Store.of(attachment.store, config=attachment.config),
             config=attachment.config,
-            clock=time.time,
+            clock=time.monotonic,
             # The group in front: how a restarted coordinator knows its own earlier entries.
             nonce=attachment.group + secrets.token_hex(8),
         )

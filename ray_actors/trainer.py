@@ -11,12 +11,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import ray
 import torch
 from ray import cloudpickle
 
 from ray_actors.calls import ActorGone, Attachment, get
+from ray_actors.publisher import HandedOver
 from weightdelta.base import Base
 from weightdelta.capture import Inventory, take_inventory
 from weightdelta.codecs.names import Codec
@@ -30,10 +30,10 @@ from weightdelta.errors import (
 )
 from weightdelta.fence import unfenced
 from weightdelta.job import Job, base_specs, plan_job
-from weightdelta.publish import Outcome
+from weightdelta.publish import Outcome, Receipt
 from weightdelta.record import data_name
 from weightdelta.replicas import Hashes
-from weightdelta.session import Payload, RankSession
+from weightdelta.session import Payload, RankSession, upload
 from weightdelta.state import State
 from weightdelta.store import Store
 
@@ -180,37 +180,27 @@ class Rank:
         error = item if isinstance(item, WeightDeltaError) else None
         if isinstance(item, Payload):
             try:
-                started = time.monotonic()
-                self._upload(data_name(write_id, self.rank), item)
-                receipt = item.receipt.uploaded(time.monotonic() - started)
+                receipt = self._upload(data_name(write_id, self.rank), item)
                 get(coordinator.deliver.remote(receipt))
             except WeightDeltaError as e:
                 error = e
         if error is not None:
             get(coordinator.fail.remote(write_id, error))
 
-    def _upload(self, name: str, payload: Payload) -> None:
-        if not payload.parts:
-            return
-        if self._ask_publisher(name, payload):
-            return
-        # Better at this trainer's cost than lost: there is no publisher on this node any more.
-        self._store.write(name, payload.parts)
-
-    def _ask_publisher(self, name: str, payload: Payload) -> bool:
-        if self._publisher is None:
-            return False  # restarted on a node that had no trainer at attach
-        parts = [np.frombuffer(part, np.uint8) for part in payload.parts]
-        for _ in range(UPLOAD_TRIES):
+    def _upload(self, name: str, payload: Payload) -> Receipt:
+        # None: restarted on a node that had no trainer at attach.
+        for _ in range(UPLOAD_TRIES if self._publisher else 0):
             try:
-                get(self._publisher.upload.remote(name, parts))
+                return upload(
+                    payload, begin=lambda: HandedOver(self._publisher, name), clock=time.monotonic
+                )
             except ActorGone:
-                return False
+                break
             except PublicationLost:
+                payload.check()  # the rank's own loss is final
                 time.sleep(PAUSE_S)  # the publisher actor is being restarted
-            else:
-                return True
-        return False
+        # Better at this trainer's cost than lost: there is no publisher on this node any more.
+        return upload(payload, begin=lambda: self._store.begin(name), clock=time.monotonic)
 
     def _outcome(self, write_id: str, coordinator: Any) -> Outcome:
         while True:

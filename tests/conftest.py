@@ -8,6 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+#: A GPU is there when its driver's control file is: torch need not be loaded to know.
+HAS_GPU = Path("/dev/nvidiactl").exists()
+if not HAS_GPU:
+    # Triton reads this when kernels are defined; without a GPU nothing else could run them.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 #: Time is no verdict on a shared machine, so no example has a deadline.
 _COMMON = settings(deadline=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("default", _COMMON, max_examples=30)
@@ -34,6 +40,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             return nodeid.partition("::")[0].removeprefix("tests/").partition("/")[0]
 
     return ByFolder(config, log)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests that need a GPU where there is none."""
+    for item in items:
+        if not HAS_GPU and item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 @pytest.fixture(autouse=True)

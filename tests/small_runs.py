@@ -43,7 +43,7 @@ def some_weights(seed: int = 0) -> Weights:
 
 def bits(tensor: torch.Tensor) -> bytes:
     """A tensor's elements in C order, as bytes."""
-    raw: bytes = as_ints(tensor.detach()).contiguous().reshape(-1).numpy().tobytes()
+    raw: bytes = as_ints(tensor.detach()).cpu().contiguous().reshape(-1).numpy().tobytes()
     return raw
 
 
@@ -113,7 +113,11 @@ class SmallRun:
             RankSession(job, rank=r, store=self.store, clock=lambda: 0.0) for r in range(ranks)
         ]
         self.writer = RunWriter(
-            self.store, config=config, clock=lambda: 0.0, nonce=secrets.token_hex(16)
+            self.store,
+            config=config,
+            clock=lambda: 0.0,
+            now=lambda: 0.0,
+            nonce=secrets.token_hex(16),
         )
         self.writer.log.refresh()
         newest = self.writer.newest

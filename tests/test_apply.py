@@ -127,6 +127,15 @@ class _Gated(ThreadPoolExecutor):
         return self.jobs[-1]
 
 
+@pytest.fixture
+def heed_interrupts() -> Iterator[None]:
+    """Whoever runs the tests in the background may have made SIGINT one to ignore."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heed_interrupts")
 def test_an_interrupt_leaves_nothing_being_stored() -> None:
     """Else the values would go on changing behind whoever looks at them next."""
     model = _model()

@@ -1,5 +1,7 @@
 """What is captured is what the trainer holds: every dtype, stride, tie and bit pattern."""
 
+import ast
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,13 +29,14 @@ from ranks import (
 )
 
 from weightdelta.base import Base
-from weightdelta.capture import Inventory, SnapshotCapture, _local, take_inventory
+from weightdelta.capture import Inventory, SnapshotCapture, take_inventory
 from weightdelta.config import Config
 from weightdelta.errors import CaptureDropped, LayoutMismatch
 from weightdelta.fence import Token
 from weightdelta.job import base_specs
 from weightdelta.kernels.planes import UINTS
 from weightdelta.layout import PLAIN_FLOATS, WIDTHS, Box, TensorSpec
+from weightdelta.live import _local
 from weightdelta.sharding.explicit import LocalShard
 from weightdelta.state import StateSource
 from weightdelta.tensors import TORCH
@@ -156,6 +159,12 @@ def test_master_weights_of_each_float_are_cast_to_the_wire(tmp_path: Path) -> No
     base = save(tmp_path, {d: torch.zeros(33, dtype=TORCH[d]) for d in sorted(PLAIN_FLOATS)})
     for dtype in sorted(PLAIN_FLOATS):
         live = {n: torch.linspace(-3, 3, 33).to(TORCH[dtype]) for n in PLAIN_FLOATS}
+        other = {"F16": "BF16", "BF16": "F16"}.get(dtype, "")
+        if other:
+            with pytest.raises(LayoutMismatch, match=f"{other!r}: .* between the two halves"):
+                job_for(live, base)
+            live.pop(other)
+            live[other] = torch.linspace(-3, 3, 33).to(TORCH[other])
         rank = Rank(job_for(live, base))
         rank.baseline.advance(rank.encode(live), version=1)
         assert same(content([rank.baseline]), wire(live, rank.job.layout))
@@ -246,6 +255,15 @@ def test_excluded_names_are_left_out_on_both_sides(base: Base) -> None:
     assert [t.name for t in job.layout.tensors] == ["w"]
     with pytest.raises(LayoutMismatch, match=r"lora\.b"):
         job_for(live, base, exclude=["lora.a", "q"])
+
+
+@pytest.mark.parametrize("name", ["lora", "blocks[0].lora", "a*b", "why?", "[[]", "]x["])
+def test_the_pattern_that_a_message_offers_excludes_that_name(base: Base, name: str) -> None:
+    live = {**_weights(), name: torch.zeros(2)}
+    with pytest.raises(LayoutMismatch) as caught:
+        job_for(live, base)
+    (offered,) = re.findall(r"exclude=(\[.*\]) or", str(caught.value))
+    assert name not in job_for(live, base, exclude=ast.literal_eval(offered)).layout.index
 
 
 @pytest.mark.parametrize(

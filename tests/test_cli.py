@@ -166,7 +166,9 @@ def test_top_once(run: SmallRun, tmp_path: Path) -> None:
 
 
 def test_top_on_a_terminal_until_interrupted(run: SmallRun) -> None:
-    code = "from weightdelta.cli import main; main()"
+    # Whoever runs the tests in the background may have made SIGINT one to ignore.
+    heed = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code = heed + "from weightdelta.cli import main; main()"
     leader, follower = pty.openpty()
     shown = subprocess.Popen(
         [sys.executable, "-c", code, "top", run.store.url, "--interval", "0.1"],

@@ -79,21 +79,24 @@ class Layed:
     """A delta of frames with given owners and lengths, for planning requests."""
 
     def __init__(self, frames: Sequence[tuple[int, int]]) -> None:
-        self.index = self
-        self._frames = frames
-
-    def object_of(self, frame: int) -> str:
-        """One object an owner."""
-        return f"data/{self._frames[frame][0]}"
+        self.index = self.plan = self.entry = self
+        self.write_id = ID
+        self.owner, self.lengths = np.array(frames, np.int64).reshape(-1, 2).T
+        before = np.cumsum(self.lengths) - self.lengths
+        leader = [int(np.flatnonzero(self.owner == o)[0]) for o in self.owner.tolist()]
+        self.offsets = before - before[leader]
 
     def length(self, frame: int) -> int:
         """As given."""
-        return self._frames[frame][1]
+        return int(self.lengths[frame])
 
     def offset(self, frame: int) -> int:
         """All frames of the owner before this one."""
-        owner = self._frames[frame][0]
-        return sum(n for o, n in self._frames[:frame] if o == owner)
+        return int(self.offsets[frame])
+
+    def object_of(self, frame: int) -> str:
+        """One object an owner."""
+        return data_name(ID, int(self.owner[frame]))
 
 
 def _plan(frames: Sequence[tuple[int, int]], wanted: Sequence[int]) -> list[Span]:
@@ -103,7 +106,10 @@ def _plan(frames: Sequence[tuple[int, int]], wanted: Sequence[int]) -> list[Span
 
 def test_neighbours_of_one_object_share_a_request() -> None:
     frames = [(0, 10), (0, 0), (0, 20), (1, 5), (1, 7)]
-    assert _plan(frames, range(5)) == [Span("data/0", 0, 30, (0, 2)), Span("data/1", 0, 12, (3, 4))]
+    assert _plan(frames, range(5)) == [
+        Span(data_name(ID, 0), 0, 30, (0, 2)),
+        Span(data_name(ID, 1), 0, 12, (3, 4)),
+    ]
 
 
 def test_small_holes_are_fetched_and_large_ones_are_not(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -265,6 +265,23 @@ def test_closed_fence_sees_no_step() -> None:
     assert f.steps == 1
 
 
+def test_the_step_that_optimizers_keep() -> None:
+    one, two, idle = (torch.nn.Parameter(torch.zeros(3)) for _ in range(3))
+    plain = torch.optim.SGD([one], lr=1.0)
+    adam = torch.optim.AdamW([one, two, idle], lr=1.0)
+    with fence() as f:
+        assert f.optimizer_step() is None
+        one.grad = torch.ones(3)
+        plain.step()
+        assert f.optimizer_step() is None, "SGD keeps no count"
+        adam.step()
+        two.grad = torch.ones(3)
+        adam.step()
+        assert f.optimizer_step() == 2, "parameters without a gradient stay behind"
+        adam.state[one]["step"] = 7  # some optimizers keep a plain number
+        assert f.optimizer_step() == 7
+
+
 def test_unfenced_names_what_no_optimizer_steps() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
     weight, bias, scale, shift = model.parameters()

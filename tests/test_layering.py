@@ -19,15 +19,24 @@ LAYERS: tuple[str, ...] = (
     "errors redact codecs codecs.names config layout digest stats",
     # L1: bytes <-> changed elements
     "kernels.planes kernels.reference_blocks kernels.reference kernels.compiled "
-    "kernels.cpu_blocks kernels.cpu_bytes kernels.cpu_staged kernels.cpu_ops kernels codecs.zstd "
-    "codecs.slots codecs.sparse codecs.stock codecs.blocks codecs.registry codecs.transcode",
+    "kernels.cpu_blocks kernels.cpu_walk kernels.cpu_bytes kernels.cpu_batch "
+    "kernels.cpu_staged kernels.cpu_ops kernels "
+    "kernels.device kernels.torch_ops kernels.triton_digest kernels.triton_units "
+    "kernels.triton_direct kernels.triton_scan kernels.triton_encode kernels.triton_places "
+    "kernels.triton_stage kernels.triton_scatter kernels.triton_ops "
+    "kernels.triton_tokens kernels.triton_blocks kernels.triton_masks "
+    "codecs.zstd codecs.slots codecs.batch codecs.sparse codecs.stock codecs.blocks "
+    "codecs.registry codecs.transcode codecs.engine_memory codecs.nvcomp codecs.device_blocks",
     # L2: who owns what, and the records that say so
-    "tensors state sharding sharding.explicit sharding.dtensor ownership cover frame index record",
+    "tensors device_memory state sharding sharding.explicit sharding.dtensor ownership cover "
+    "frame chunk_table index record",
     # L3: named bytes
-    "store_backend store_errors store_local store_fsspec store_obstore store log base delta "
-    "baseline",
+    "store_backend store_feed store_errors store_local store_fsspec store_obstore store log base "
+    "delta baseline",
     # L4: one side of a publication
-    "fence capture replicas encode job publish versions fetch placement decode apply",
+    "fence live windows mirror capture_device capture replicas encode job publish "
+    "versions fetch placement recognition decode_batch decode apply site fold device_lists "
+    "stage_device staging pieces apply_blocks",
     # L5: what users hold
     "session publisher engines engines.transformers receiver",
     # L6: what people run
@@ -36,8 +45,13 @@ LAYERS: tuple[str, ...] = (
 )
 
 #: Above L3 the two sides never meet: either can be deployed alone.
-TRAINER = "fence capture replicas encode job publish session publisher"
-SAMPLER = "versions fetch placement decode apply engines engines.transformers receiver"
+TRAINER = (
+    "fence live windows mirror capture_device capture replicas encode job publish session publisher"
+)
+SAMPLER = (
+    "versions fetch placement recognition decode_batch decode apply site fold device_lists "
+    "stage_device staging pieces apply_blocks engines engines.transformers receiver"
+)
 
 #: The Ray actors stand on top of the library, in their own order.
 ACTORS = (
@@ -49,10 +63,12 @@ ACTORS = (
 DOORS: dict[str, tuple[str, ...]] = {
     "adlfs": (),
     "cramjam": ("codecs.stock",),
+    "cuda": ("codecs.engine_memory",),
     "fsspec": ("store_fsspec",),
     "gcsfs": (),
     "llvmlite": ("kernels.",),
     "numba": ("kernels.",),
+    "nvidia": ("codecs.nvcomp",),
     "obstore": ("store_obstore",),
     "pyarrow": ("export",),
     "ray": ("ray_actors.",),
@@ -66,7 +82,13 @@ DOORS: dict[str, tuple[str, ...]] = {
 }
 
 #: Below L4, only these may import torch: readers of a store need none.
-TORCH_DOORS = "tensors state sharding.dtensor"
+TORCH_DOORS = (
+    "tensors device_memory state sharding.dtensor kernels.device kernels.torch_ops "
+    "kernels.triton_digest kernels.triton_units kernels.triton_direct kernels.triton_scan "
+    "kernels.triton_encode kernels.triton_places kernels.triton_stage kernels.triton_scatter "
+    "kernels.triton_ops "
+    "kernels.triton_blocks kernels.triton_masks codecs.nvcomp codecs.device_blocks"
+)
 
 #: The facade, ``weightdelta`` itself, stands above everything and resolves names lazily.
 ORDER = {name: i for i, name in enumerate(" ".join((*LAYERS, ACTORS, "weightdelta")).split())}

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightdelta.errors import DamagedObject, LayoutMismatch, UnsupportedFormat
-from weightdelta.layout import WIDTHS, Box, Layout, TensorSpec
+from weightdelta.layout import PLAIN_FLOATS, WIDTHS, Box, Layout, TensorSpec, castable
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 SPECS = st.builds(
@@ -24,6 +24,15 @@ INTERVALS = st.tuples(st.integers(0, 4), st.integers(0, 4))
 BOXES = st.lists(INTERVALS, min_size=2, max_size=2).map(
     lambda sides: Box(tuple(o for o, _ in sides), tuple(n for _, n in sides))
 )
+
+
+def test_halves_are_never_cast_into_each_other() -> None:
+    pairs = {(a, b) for a in WIDTHS for b in WIDTHS if a != b and castable(a, to=b)}
+    assert pairs == {(a, b) for a in PLAIN_FLOATS for b in PLAIN_FLOATS if a != b} - {
+        ("F16", "BF16"),
+        ("BF16", "F16"),
+    }
+    assert all(castable(a, to=a) for a in WIDTHS)
 
 
 @given(LAYOUTS)

@@ -21,7 +21,7 @@ from weightdelta.errors import (
     StateMismatch,
     UnsupportedFormat,
 )
-from weightdelta.log import WINDOW, Log, LogWriter
+from weightdelta.log import AHEAD, WINDOW, Log, LogWriter
 from weightdelta.record import (
     HEAD,
     Entry,
@@ -303,9 +303,24 @@ def test_five_thousand_entries_are_read_once_each_and_together() -> None:
     store = Store(url)
     crowd = _Crowd(store._backend, size=8)
     store._backend = crowd
-    assert read(store).entries == w.log.entries
+    log = read(store)
+    assert log.entries == w.log.entries
     # The hint, each entry once, and one look past the end.
-    assert crowd.reads == 1 + 5000 + 1
+    assert crowd.reads == 1 + 5000 + AHEAD
+    log.refresh()
+    assert crowd.reads == 1 + 5000 + AHEAD + 2, "then the hint, and one entry"
+
+
+@pytest.mark.parametrize("hint", [None, b"", b"x", b"0", b"1", b"2", b"99"])
+def test_a_hole_is_found_whatever_became_of_the_hint(hint: bytes | None) -> None:
+    """Else a reader would take the entries before it for the whole log."""
+    for hole in range(6):
+        store = fresh()
+        build(store, versions=6)
+        store.delete(log_name(hole))
+        store.delete(HEAD) if hint is None else store.hint(HEAD, hint)
+        with pytest.raises(MissingObject, match=log_name(hole)):
+            read(store)
 
 
 def test_reading_forward_without_a_hint_asks_little_too_much() -> None:
@@ -318,7 +333,7 @@ def test_reading_forward_without_a_hint_asks_little_too_much() -> None:
     assert len(counting.calls) <= 202 + WINDOW + 2
     before = len(counting.calls)
     log.refresh()
-    assert len(counting.calls) == before + 2
+    assert len(counting.calls) == before + 1 + AHEAD
 
 
 # Writing

@@ -1,6 +1,8 @@
 """Where canonical elements lie in a model's memory."""
 
+import ast
 import math
+import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -108,6 +110,15 @@ def test_missing_extra_and_dtype_are_named() -> None:
         place({**whole, "b": torch.zeros(3, dtype=torch.complex128)}, layout=layout)
     found = place({**whole, "cache.k": torch.zeros(1)}, layout=layout, exclude=["cache.*"])
     assert [r.name for r in found] == ["a", "b"]
+
+
+@pytest.mark.parametrize("name", ["cache", "blocks[0].cache", "a*b", "[[]"])
+def test_the_pattern_that_a_message_offers_excludes_that_name(name: str) -> None:
+    layout, model = _layout(a=torch.zeros(2)), {"a": torch.zeros(2), name: torch.zeros(1)}
+    with pytest.raises(LayoutMismatch) as caught:
+        place(model, layout=layout)
+    (offered,) = re.findall(r"exclude=(\[.*\])", str(caught.value))
+    assert [r.name for r in place(model, layout=layout, exclude=ast.literal_eval(offered))] == ["a"]
 
 
 def test_a_part_is_a_part_in_layout_order() -> None:

@@ -334,8 +334,8 @@ def test_release_frees_what_was_staged_and_goes_on(run: SmallRun, follow: Follow
         preparation.wait()
         held.append(preparation)
         step = preparation._future.result()
-        assert step.staged
-        return [weakref.ref(item.new) for item in step.staged]
+        assert step.staged.host
+        return [weakref.ref(item.new) for item in step.staged.host]
 
     def gone(values: list[weakref.ref[Any]]) -> bool:
         return not any(value() is not None for value in values)

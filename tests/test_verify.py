@@ -90,8 +90,8 @@ def test_a_lost_tail_is_noticed_by_the_hint(run: SmallRun) -> None:
 
 
 def test_a_store_without_a_run(tmp_path: Path) -> None:
-    found = verify(Store(tmp_path / "nothing"), config=Config())
-    assert found.problems == [f"{tmp_path / 'nothing'}: no run has been opened here"]
+    with pytest.raises(InputError, match="nothing: expected a run's store, found no log"):
+        verify(Store(tmp_path / "nothing"), config=Config())
     assert not (tmp_path / "nothing").exists(), "looking leaves no trace"
 
 

@@ -7,8 +7,10 @@ change is checked; a baseline whose check fails is unusable and is rebuilt from 
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
 from weightdelta.base import Base
 from weightdelta.codecs.names import Codec, Values
@@ -18,9 +20,13 @@ from weightdelta.digest import MASK, U64
 from weightdelta.errors import LayoutMismatch, NoPath, StateMismatch
 from weightdelta.frame import FramePlan, Segment, chunks_of
 from weightdelta.kernels import ops
-from weightdelta.kernels.planes import UINTS, Chunks, Elements
+from weightdelta.kernels.planes import UINTS, Chunks, Elements, Planes
 from weightdelta.layout import Layout
 from weightdelta.log import Log
+
+#: Each frame starts at a multiple of this in the arena, and the arena at one of a page [B].
+ALIGN: Final = 256
+PAGE: Final = 4096
 
 
 @dataclass(slots=True)
@@ -55,6 +61,9 @@ class Baseline:
     Attributes:
         frames: 1-D unsigned array per owned frame id, segments one after the other.
         version: The version these bytes are.
+        arena: The one piece of page-aligned memory in which all frames lie, in order, so that
+            a device can be given many frames by one copy.
+        offsets: Where in it each frame starts, at a multiple of ``ALIGN`` [B].
     """
 
     layout: Layout
@@ -64,6 +73,8 @@ class Baseline:
     version: int = 0
     frames: dict[int, Elements] = field(default_factory=dict)
     usable: bool = True
+    arena: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
+    offsets: dict[int, int] = field(default_factory=dict)
     _chunks: dict[int, Chunks] = field(default_factory=dict)
 
     def chunks(self, frame: int) -> Chunks:
@@ -74,15 +85,31 @@ class Baseline:
 
     def load(self, base: Base) -> None:
         """Fill every owned frame with version 0."""
+        self._allocate()
         for frame in self.plan.owned(self.rank):
             spec = self.plan.frame(frame)
-            out = np.empty(spec.numel, UINTS[spec.width])
+            low = self.offsets[frame]
+            out = self.arena[low : low + spec.nbytes].view(UINTS[spec.width])
             at = 0
             for segment in spec.segments:
                 name = self.layout.tensors[segment.tensor].name
                 base.read(name, segment, out=out[at : at + segment.numel])
                 at += segment.numel
             self.frames[frame] = out
+
+    def _allocate(self) -> None:
+        """Take the memory of all frames, once: loading again writes to the same."""
+        owned = self.plan.owned(self.rank)
+        if len(self.offsets) == len(owned):
+            return
+        sizes = (
+            self.plan.numel[owned.start : owned.stop] * self.plan.width[owned.start : owned.stop]
+        )
+        room = -(-sizes // ALIGN) * ALIGN
+        self.offsets = dict(zip(owned, (np.cumsum(room) - room).tolist(), strict=True))
+        memory = np.empty(int(room.sum()) + PAGE, np.uint8)
+        first = -memory.ctypes.data % PAGE
+        self.arena = memory[first : first + int(room.sum())]
 
     def digests(self) -> U64:
         """Each tensor's digest over the owned elements: uint64, one per tensor of the layout."""
@@ -116,21 +143,25 @@ class Baseline:
     def _advance(self, item: EncodedFrame) -> None:
         if not item.changed:
             return
-        spec, chunks = self.plan.frame(item.frame), self.chunks(item.frame)
-        planes = decode_frame(
-            item.data,
-            item.sizes,
-            codec=item.codec,
-            chunks=chunks,
-            width=spec.width,
-            values=self.values,
-            where=f"frame {item.frame} kept for the baseline",
+        target, chunks = self.frames[item.frame], self.chunks(item.frame)
+        found = ops().decode_into(
+            target, self.decode(item), chunks=chunks, xor=self.values == "xor"
         )
-        target = self.frames[item.frame]
-        found = ops().decode_into(target, planes, chunks=chunks, xor=self.values == "xor")
         where = f"baseline frame {item.frame} of rank {self.rank}"
         remedy = "rebuild it by attaching again"
         _check_change(found, expected=item.digest_change, where=where, remedy=remedy)
+
+    def decode(self, item: EncodedFrame) -> Planes:
+        """The changes in a frame that was encoded here."""
+        return decode_frame(
+            item.data,
+            item.sizes,
+            codec=item.codec,
+            chunks=self.chunks(item.frame),
+            width=self.frames[item.frame].itemsize,
+            values=self.values,
+            where=f"frame {item.frame} kept for the baseline",
+        )
 
     def replay(self, delta: Delta, reader: DeltaReader) -> None:
         """Move one version forward along a committed delta, whatever its plan was."""

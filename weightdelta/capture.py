@@ -5,29 +5,32 @@ to the wire dtype, compares it with the baseline and returns the frame's planes.
 window a thread, never a second copy of the shard.
 """
 
-import math
 import threading
-from collections.abc import Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, fields
 from fnmatch import fnmatchcase
-from typing import Any
+from glob import escape
 
 import numpy as np
 import torch
 
-from weightdelta.baseline import Baseline
-from weightdelta.digest import MASK, U64
+from weightdelta.baseline import Baseline, EncodedFrame
+from weightdelta.capture_device import DeviceCapture, Sink
+from weightdelta.config import DeviceConfig
 from weightdelta.errors import LayoutMismatch
 from weightdelta.fence import Token
-from weightdelta.frame import Frame, Segment
+from weightdelta.frame import Frame
 from weightdelta.kernels import ops
-from weightdelta.kernels.planes import UINTS, Elements, Planes
-from weightdelta.layout import PLAIN_FLOATS, Box, Layout, TensorSpec
+from weightdelta.kernels.planes import UINTS, Elements
+from weightdelta.layout import TensorSpec, castable
+from weightdelta.live import FramePlanes as FramePlanes
+from weightdelta.live import Live
 from weightdelta.sharding.dtensor import local_shard
 from weightdelta.sharding.explicit import LocalShard
 from weightdelta.state import State, Tensors, find_aliases, reading
-from weightdelta.tensors import as_ints, dtype_name, wire_view
+from weightdelta.stats import CaptureCosts
+from weightdelta.tensors import dtype_name
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,73 +88,113 @@ def _checked(name: str, tensor: torch.Tensor, base: Mapping[str, TensorSpec]) ->
     if spec is None:
         raise LayoutMismatch(
             f"tensor {name!r} is in the trainer's state but not in base; leave it out with "
-            f"exclude=[{name!r}] or publish against a base that has it"
+            f"exclude=[{escape(name)!r}] or publish against a base that has it"
         )
     shard, _ = local_shard(name, tensor, dtype=dtype_name(tensor, name=name))
     if shard.extent != spec.extent:
         raise LayoutMismatch(
             f"tensor {name!r}: expected shape {spec.extent} as in base, found {shard.extent}"
         )
-    if shard.dtype != spec.dtype and not {shard.dtype, spec.dtype} <= PLAIN_FLOATS:
+    if not castable(shard.dtype, to=spec.dtype):
         raise LayoutMismatch(
             f"tensor {name!r}: expected dtype {spec.dtype} as in base, found {shard.dtype}; only "
-            "plain floats are cast, quantize with a transform first"
+            "plain floats are cast, and never between the two halves; convert it first"
         )
     return LocalShard(name, spec.dtype, shard.extent, shard.box)
-
-
-@dataclass(frozen=True, slots=True)
-class FramePlanes:
-    """What changed in one frame; ``chunk_digest`` is uint64, one entry per chunk."""
-
-    frame: int
-    planes: Planes
-    chunk_digest: U64
-
-    @property
-    def digest_change(self) -> int:
-        """``sum h(new) - h(old)`` over the frame, modulo 2^64."""
-        return int(self.chunk_digest.sum(dtype=np.uint64)) & MASK
 
 
 class SnapshotCapture:
     """Compares live state with a baseline, frame by frame."""
 
-    def __init__(self, baseline: Baseline, *, pool: ThreadPoolExecutor) -> None:
+    def __init__(
+        self, baseline: Baseline, *, pool: ThreadPoolExecutor, config: DeviceConfig | None = None
+    ) -> None:
         self._baseline = baseline
         self._pool = pool
+        self._config = config or DeviceConfig()
+        self._devices: dict[torch.device, DeviceCapture] = {}
         self._local = threading.local()
 
-    def capture(self, state: State, *, token: Token) -> list[FramePlanes]:
+    @property
+    def costs(self) -> CaptureCosts:
+        """What the last capture took in device memory and on the link, all devices together."""
+        found = [device.costs for device in self._devices.values()]
+        return CaptureCosts(
+            **{f.name: sum(getattr(costs, f.name) for costs in found) for f in fields(CaptureCosts)}
+        )
+
+    def advance(self, encoded: Sequence[EncodedFrame], *, start: int) -> None:
+        """Follow the baseline, which these frames have moved on from version ``start``."""
+        for device in self._devices.values():
+            device.advance(encoded, start=start)
+
+    def capture(
+        self, state: State, *, token: Token, sink: Sink = lambda _: None
+    ) -> list[FramePlanes]:
         """Planes of every owned frame, in frame order.
+
+        ``sink`` is given those of frames in device memory as soon as they are on the host.
 
         Raises:
             CaptureDropped: An optimizer step could not wait any longer.
             LayoutMismatch: A tensor changed its shape or dtype, or went away.
+            DeviceMemory: A device has no room for even one frame.
+            DeviceLost: A device failed.
         """
         with reading(state) as tensors:
-            return self._capture(tensors, token)
+            found = self._capture(Live(tensors, self._baseline.layout), token, sink)
+        return [found[frame] for frame in self._baseline.frames]
 
-    def _capture(self, tensors: Tensors, token: Token) -> list[FramePlanes]:
-        live = _Live(tensors, self._baseline.layout)
-
-        def one(frame: int) -> FramePlanes:
-            token.check()
-            return self._compare(frame, live)
-
-        jobs = [self._pool.submit(one, frame) for frame in self._baseline.frames]
+    def _capture(self, live: Live, token: Token, sink: Sink) -> dict[int, FramePlanes]:
+        jobs: dict[int, Future[FramePlanes]] = {}
+        away: dict[torch.device, list[int]] = {}
+        found: dict[int, FramePlanes] = {}
         try:
-            return [job.result() for job in jobs]
+            for frame in self._baseline.frames:
+                device = self._place(frame, live)
+                if device is None:
+                    jobs[frame] = self._pool.submit(self._compare, frame, live, token)
+                else:
+                    away.setdefault(device, []).append(frame)
+            for device, frames in away.items():
+                found |= self._on_device(device, frames, live, token, sink)
+            return found | {frame: job.result() for frame, job in jobs.items()}
         finally:
             # Nobody may read live weights once the fence and the source have been released.
-            wait([job for job in jobs if not job.cancel()])
+            wait([job for job in jobs.values() if not job.cancel()])
 
-    def _compare(self, frame: int, live: "_Live") -> FramePlanes:
+    def _place(self, frame: int, live: Live) -> torch.device | None:
+        """The device that compares an owned frame; None is this host."""
+        use, plan = self._config.use, self._baseline.plan
+        device = live.device(plan.tensor[plan.bounds[frame] : plan.bounds[frame + 1]].tolist())
+        stays = use == "never" or (use == "auto" and device.type != "cuda")
+        return None if stays else device
+
+    def _on_device(
+        self, device: torch.device, frames: Sequence[int], live: Live, token: Token, sink: Sink
+    ) -> dict[int, FramePlanes]:
+        if device not in self._devices:
+            self._devices[device] = DeviceCapture(
+                self._baseline, device=device, config=self._config
+            )
+        found: dict[int, FramePlanes] = {}
+
+        def take(items: list[FramePlanes]) -> None:
+            found.update((item.frame, item) for item in items)
+            sink(items)
+
+        self._devices[device].capture(frames, live, token=token, sink=take)
+        return found
+
+    def _compare(self, frame: int, live: Live, token: Token) -> FramePlanes:
+        token.check()
         spec = self._baseline.plan.frame(frame)
         new = live.view(spec)
         if new is None:
             new = self._window(spec)
-            live.fill(spec, out=new)
+            live.fill(spec, out=torch.from_numpy(new.view(np.uint8)))
+            if live.device(segment.tensor for segment in spec.segments).type != "cpu":
+                torch.cuda.synchronize()  # asked not to use device kernels
         planes, digest = ops().encode(
             self._baseline.frames[frame],
             new,
@@ -168,120 +211,3 @@ class SnapshotCapture:
             window = self._local.window = np.empty(size, np.uint8)
         elements: Elements = window[:size].view(UINTS[spec.width])
         return elements
-
-
-class _Live:
-    """Live tensors seen through the frames that a rank owns."""
-
-    def __init__(self, tensors: Tensors, layout: Layout) -> None:
-        self._tensors = tensors
-        self._layout = layout
-        self._shards: dict[int, tuple[Box, torch.Tensor]] = {}
-
-    def _shard(self, tensor: int) -> tuple[Box, torch.Tensor]:
-        if tensor not in self._shards:
-            spec = self._layout.tensors[tensor]
-            if spec.name not in self._tensors:
-                raise LayoutMismatch(
-                    f"tensor {spec.name!r} was in the state at attach, now it is not"
-                )
-            live = self._tensors[spec.name]
-            shard, local = local_shard(spec.name, live, dtype=dtype_name(live, name=spec.name))
-            if shard.extent != spec.extent:
-                raise LayoutMismatch(
-                    f"tensor {spec.name!r}: expected shape {spec.extent} as at attach, "
-                    f"found {shard.extent}"
-                )
-            if shard.dtype != spec.dtype and not {shard.dtype, spec.dtype} <= PLAIN_FLOATS:
-                raise LayoutMismatch(
-                    f"tensor {spec.name!r}: expected dtype {spec.dtype}, found {shard.dtype}"
-                )
-            self._shards[tensor] = (shard.box, local)
-        return self._shards[tensor]
-
-    def view(self, frame: Frame) -> Elements | None:
-        """The frame's elements without a copy, where they lie in one piece in wire dtype."""
-        if len(frame.segments) != 1 or frame.segments[0].rows != 1:
-            return None
-        segment = frame.segments[0]
-        box, local = self._shard(segment.tensor)
-        spec = self._layout.tensors[segment.tensor]
-        if not local.is_contiguous() or local.device.type != "cpu":
-            return None
-        if dtype_name(local, name=spec.name) != spec.dtype:
-            return None
-        start, _ = _within(segment, spec, box)
-        flat = as_ints(local).reshape(-1)[start : start + segment.run]
-        elements: Elements = flat.numpy().view(UINTS[spec.width])
-        return elements
-
-    def fill(self, frame: Frame, *, out: Elements) -> None:
-        """Copy a frame's live elements into ``out``, cast to the wire dtype."""
-        raw = out.view(np.uint8)
-        at = 0
-        for segment in frame.segments:
-            end = at + segment.numel * frame.width
-            self._fill(segment, raw[at:end])
-            at = end
-
-    def _fill(self, segment: Segment, raw: np.ndarray[Any, np.dtype[np.uint8]]) -> None:
-        box, local = self._shard(segment.tensor)
-        spec = self._layout.tensors[segment.tensor]
-        start, step = _within(segment, spec, box)
-        equal = dtype_name(local, name=spec.name) == spec.dtype
-        # Equal dtypes move as integers, so that no bit pattern is ever normalized.
-        local = as_ints(local) if equal else local
-        rows, first = _leading(local, start, start + (segment.rows - 1) * step + segment.run)
-        source = torch.as_strided(
-            rows, (segment.rows, segment.run), (step, 1), rows.storage_offset() + first
-        )
-        if equal:
-            target = (
-                torch.from_numpy(raw.view(UINTS[spec.width]).view(f"i{spec.width}"))
-                if spec.width > 1
-                else torch.from_numpy(raw)
-            )
-            target.view(segment.rows, segment.run).copy_(source)
-        else:
-            wire_view(raw, dtype=spec.dtype).view(segment.rows, segment.run).copy_(source)
-
-
-def _within(segment: Segment, spec: TensorSpec, box: Box) -> tuple[int, int]:
-    """A segment's first element and row step in a C-ordered local tensor of shape ``box``."""
-    start = _local(segment.first, spec, box)
-    # A segment is a box of its tensor, so it lies inside if and only if its two corners do.
-    _local(segment.first + (segment.rows - 1) * segment.stride + segment.run - 1, spec, box)
-    if segment.rows == 1:
-        return start, segment.run
-    return start, _local(segment.first + segment.stride, spec, box) - start
-
-
-def _local(index: int, spec: TensorSpec, box: Box) -> int:
-    place, rest = 0, index
-    for size, offset, shape, length in zip(
-        *(reversed(t) for t in (spec.extent, box.offset, box.shape)),
-        _strides(box.shape),
-        strict=True,
-    ):
-        rest, coordinate = divmod(rest, size)
-        if not offset <= coordinate < offset + shape:
-            raise LayoutMismatch(
-                f"tensor {spec.name!r}: expected element {index} on this rank as at attach, found "
-                f"a shard of {box.shape} at {box.offset}; attach again after resharding"
-            )
-        place += (coordinate - offset) * length
-    return place
-
-
-def _strides(shape: tuple[int, ...]) -> list[int]:
-    """C-order strides, innermost first."""
-    return [math.prod(shape[len(shape) - i :]) for i in range(len(shape))]
-
-
-def _leading(local: torch.Tensor, start: int, end: int) -> tuple[torch.Tensor, int]:
-    """Contiguous rows of ``local`` that hold elements ``[start, end)``, and where they start."""
-    if local.is_contiguous():
-        return local, start
-    inner = math.prod(local.shape[1:])
-    low, high = start // inner, -(-end // inner)
-    return local[low:high].contiguous(), start - low * inner

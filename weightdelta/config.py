@@ -102,6 +102,35 @@ class Limits(Section):
     )
 
 
+class DeviceConfig(Section):
+    """How weights in an accelerator's memory are handled."""
+
+    use: Literal["auto", "always", "never"] = Field(
+        default="auto",
+        description="Device kernels: where tensors lie on a GPU, always (slow on a CPU), or never",
+    )
+    window_bytes: int = Field(
+        default=128 * MIB,
+        ge=64 * 1024,
+        le=1 << 30,
+        description="Raw bytes that a capture compares at once; one frame at least [B]",
+    )
+    slots: int = Field(
+        default=2, ge=2, le=16, description="Windows of old bytes on their way to the device"
+    )
+    baseline: Literal["host", "device"] = Field(
+        default="host",
+        description="Where a capture reads old bytes: pinned host memory, or a copy in device "
+        "memory beside it",
+    )
+    staging_bytes: int = Field(
+        default=512 * MIB,
+        ge=64 * 1024,
+        description="Device memory for staged changes; what exceeds it is streamed in the pause "
+        "[B]",
+    )
+
+
 class Config(Section):
     """Everything that can be set; the defaults are safe.
 
@@ -153,6 +182,7 @@ class Config(Section):
     scrub_every: int = Field(
         default=16, ge=0, description="Full digest pass before every K-th preparation; 0 = never"
     )
+    device: DeviceConfig = Field(default_factory=DeviceConfig, description="Weights on a GPU")
     store: StoreConfig = Field(default_factory=StoreConfig, description="Store access")
     limits: Limits = Field(default_factory=Limits, description="Reader limits")
 

@@ -18,10 +18,10 @@ from weightdelta.codecs.transcode import transcode
 from weightdelta.config import Config
 from weightdelta.digest import U64
 from weightdelta.errors import DamagedObject, UnsupportedFormat
-from weightdelta.frame import FramePlan, Segment, chunks_of
+from weightdelta.frame import Frame, FramePlan, Segment, chunks_of
 from weightdelta.index import Index
 from weightdelta.kernels import ops
-from weightdelta.kernels.planes import Elements, Planes
+from weightdelta.kernels.planes import Chunks, Elements, Planes
 from weightdelta.layout import MOST_BYTES, Layout
 from weightdelta.record import (
     VersionEntry,
@@ -54,7 +54,7 @@ class Delta:
 
     def object_of(self, frame: int) -> str:
         """Name of the object that holds a frame."""
-        return data_name(self.entry.write_id, self.plan.frame(frame).owner)
+        return data_name(self.entry.write_id, int(self.plan.owner[frame]))
 
     def decode(self, frame: int, data: bytes | memoryview) -> Planes:
         """Planes of a frame whose bytes have been verified."""
@@ -101,21 +101,24 @@ class Span:
 def spans(delta: Delta, frames: Sequence[int]) -> list[Span]:
     """The range requests that fetch ``frames``; unchanged frames need none."""
     found: list[Span] = []
-    for frame in frames:
-        length = delta.index.length(frame)
+    at = np.asarray(frames, np.int64)
+    lengths, offsets = delta.index.lengths[at].tolist(), delta.index.offsets[at].tolist()
+    owners = delta.plan.owner[at].tolist()
+    names = {owner: data_name(delta.entry.write_id, owner) for owner in set(owners)}
+    name, begin, end, inside = "", 0, 0, list[int]()
+    for frame, owner, start, length in zip(at.tolist(), owners, offsets, lengths, strict=True):
         if not length:
             continue
-        name, start = delta.object_of(frame), delta.index.offset(frame)
-        last = found[-1] if found else None
-        if (
-            last
-            and last.name == name
-            and 0 <= start - last.end <= GAP
-            and start + length - last.start <= SPAN
-        ):
-            found[-1] = Span(name, last.start, start + length, (*last.frames, frame))
-        else:
-            found.append(Span(name, start, start + length, (frame,)))
+        joins = name == names[owner] and 0 <= start - end <= GAP and start + length - begin <= SPAN
+        if inside and not joins:
+            found.append(Span(name, begin, end, tuple(inside)))
+            inside = []
+        if not inside:
+            name, begin = names[owner], start
+        inside.append(frame)
+        end = start + length
+    if inside:
+        found.append(Span(name, begin, end, tuple(inside)))
     return found
 
 
@@ -188,9 +191,12 @@ class DeltaReader:
     ) -> Iterator[tuple[int, memoryview]]:
         """Encoded bytes of the changed ones among ``frames``, each checked by its hash."""
         wanted = spans(delta, frames)
-        fetched = pool.map(self._span, wanted) if pool else map(self._span, wanted)
-        for span, data in zip(wanted, fetched, strict=True):
-            yield from self._verified(delta, span, data)
+
+        def one(span: Span) -> list[tuple[int, memoryview]]:
+            return list(self._verified(delta, span, self._span(span)))
+
+        for found in pool.map(one, wanted) if pool else map(one, wanted):
+            yield from found
 
     def _span(self, span: Span) -> bytes:
         data = self.store.read(
@@ -252,7 +258,12 @@ def canonical(
     """A frame's changes by segment: canonical element indices (uint64) and values."""
     spec = delta.plan.frame(frame)
     planes = delta.decode(frame, data)
-    positions = ops().expand(planes, chunks=chunks_of(spec, layout=delta.layout))
+    return spread(spec, planes, chunks=chunks_of(spec, layout=delta.layout))
+
+
+def spread(spec: Frame, planes: Planes, *, chunks: Chunks) -> list[tuple[Segment, U64, Elements]]:
+    """A decoded frame's changes by segment: canonical element indices (uint64) and values."""
+    positions = ops().expand(planes, chunks=chunks)
     ends = np.cumsum([segment.numel for segment in spec.segments])
     cuts = np.searchsorted(positions, ends)
     parts, low, at = [], 0, 0

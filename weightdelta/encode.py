@@ -1,14 +1,17 @@
 """encode: planes of changed frames to compressed, hashed frames; their entropy bound."""
 
-from collections.abc import Mapping, Sequence
-from concurrent.futures import Executor
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, Future
+from functools import partial
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
 from weightdelta.baseline import Baseline, EncodedFrame
+from weightdelta.codecs.batch import encode_frames
+from weightdelta.codecs.names import DEFAULT, Codec
 from weightdelta.codecs.registry import encode_frame
 from weightdelta.config import Config
 from weightdelta.digest import U64
@@ -21,35 +24,125 @@ if TYPE_CHECKING:  # a coordinator needs no torch
 Histogram = Mapping[int, tuple[U64, npt.NDArray[np.int64]]]
 
 
-def encode(
-    planes: Sequence["FramePlanes"], *, baseline: Baseline, pool: Executor, config: Config
-) -> list[EncodedFrame]:
-    """Compress and hash every frame, one task a frame, in frame order.
+#: Frames and bytes of values that one task encodes at most, or one frame.
+GROUP_FRAMES: Final = 8
+GROUP_BYTES: Final = 1 << 20
+
+
+class Encoding:
+    """The encoding of one capture's frames, one task a frame, from when each is handed in.
 
     A frame's codec is what ``config`` says of its tensors, which all have the same.
     """
-    return list(pool.map(lambda item: _encode(item, baseline, config), planes))
+
+    def __init__(self, *, baseline: Baseline, pool: Executor, config: Config) -> None:
+        self._baseline = baseline
+        self._pool = pool
+        self._config = config
+        self._jobs: dict[int, Future[EncodedFrame]] = {}
+
+    def add(self, items: Sequence["FramePlanes"]) -> None:
+        """Start on frames, in as few tasks as they allow; those handed in before are left out."""
+        for group in _groups([i for i in items if i.frame not in self._jobs], self._baseline):
+            jobs = [Future[EncodedFrame]() for _ in group]
+            self._jobs.update((item.frame, job) for item, job in zip(group, jobs, strict=True))
+            self._pool.submit(_settle, jobs, partial(self._encode, group))
+
+    def _encode(self, group: Sequence["FramePlanes"]) -> list[EncodedFrame]:
+        return _encode(group, self._baseline, self._config)
+
+    def coming(self, planes: Sequence["FramePlanes"]) -> "list[Future[EncodedFrame]]":
+        """The encoded frames of ``planes``, in their order, as they become ready."""
+        self.add(planes)
+        return [self._jobs[item.frame] for item in planes]
+
+    def cancel(self) -> None:
+        """Leave out what has not begun."""
+        for job in self._jobs.values():
+            job.cancel()
 
 
-def _encode(item: "FramePlanes", baseline: Baseline, config: Config) -> EncodedFrame:
-    frame = baseline.plan.frame(item.frame)
-    codec = config.codec_for(baseline.layout.tensors[frame.segments[0].tensor].name)
-    data, sizes = encode_frame(
-        item.planes,
-        codec=codec,
-        chunks=baseline.chunks(item.frame),
-        width=frame.width,
-        values=baseline.values,
-    )
-    return EncodedFrame(
-        frame=item.frame,
-        codec=codec,
-        data=data,
-        sizes=sizes,
-        digest=blake3(data).digest(length=16),
-        digest_change=item.digest_change,
-        changed=item.planes.changed,
-    )
+def encode(
+    planes: Sequence["FramePlanes"], *, baseline: Baseline, pool: Executor, config: Config
+) -> list[EncodedFrame]:
+    """Compress and hash every frame, in frame order."""
+    encoding = Encoding(baseline=baseline, pool=pool, config=config)
+    return [job.result() for job in encoding.coming(planes)]
+
+
+def _groups(items: Sequence["FramePlanes"], baseline: Baseline) -> "list[list[FramePlanes]]":
+    """Runs of frames that one task encodes: few enough that all threads have something to do."""
+    groups: list[list[FramePlanes]] = []
+    size = 0
+    for item in items:
+        size += item.planes.values.nbytes
+        last = groups[-1] if groups else []
+        width = baseline.plan.width
+        if (
+            not last
+            or len(last) == GROUP_FRAMES
+            or size > GROUP_BYTES
+            or (width[last[0].frame] != width[item.frame])
+        ):
+            groups.append([])
+            size = item.planes.values.nbytes
+        groups[-1].append(item)
+    return groups
+
+
+def _settle(jobs: "Sequence[Future[EncodedFrame]]", work: Callable[[], list[EncodedFrame]]) -> None:
+    """Run a task that settles several futures, unless they have all been cancelled."""
+    wanted = [job.set_running_or_notify_cancel() for job in jobs]
+    if not any(wanted):
+        return
+    try:
+        found = work()
+    except BaseException as e:  # noqa: BLE001 (whoever waits for the frames is told)
+        for job, kept in zip(jobs, wanted, strict=True):
+            if kept:
+                job.set_exception(e)
+        return
+    for job, kept, frame in zip(jobs, wanted, found, strict=True):
+        if kept:
+            job.set_result(frame)
+
+
+def _encode(
+    group: Sequence["FramePlanes"], baseline: Baseline, config: Config
+) -> list[EncodedFrame]:
+    codecs = [_codec_of(item, baseline, config) for item in group]
+    width = int(baseline.plan.width[group[0].frame])
+    encoded = None
+    if len(group) > 1 and set(codecs) == {DEFAULT}:
+        encoded = encode_frames([i.planes for i in group], width=width, values=baseline.values)
+    if encoded is None:
+        encoded = [
+            encode_frame(
+                item.planes,
+                codec=codec,
+                chunks=baseline.chunks(item.frame),
+                width=width,
+                values=baseline.values,
+            )
+            for item, codec in zip(group, codecs, strict=True)
+        ]
+    return [
+        EncodedFrame(
+            frame=item.frame,
+            codec=codec,
+            data=data,
+            sizes=sizes,
+            digest=blake3(data).digest(length=16),
+            digest_change=item.digest_change,
+            changed=item.planes.changed,
+        )
+        for item, codec, (data, sizes) in zip(group, codecs, encoded, strict=True)
+    ]
+
+
+def _codec_of(item: "FramePlanes", baseline: Baseline, config: Config) -> Codec:
+    segment = int(baseline.plan.bounds[item.frame])
+    return config.codec_for(baseline.layout.tensors[int(baseline.plan.tensor[segment])].name)
 
 
 def tensor_digests(planes: Sequence["FramePlanes"], *, baseline: Baseline) -> U64:

@@ -10,13 +10,15 @@
     |   |-- CaptureSkew          ranks captured different training steps
     |   |-- PublicationLost      a rank, publisher or coordinator went away; the next one covers
     |   |                        the span
-    |   `-- CommitInDoubt        a version entry was sent and its slot is not known yet
+    |   |-- CommitInDoubt        a version entry was sent and its slot is not known yet
+    |   `-- DeviceMemory         a device or pinned memory has no room left
     |-- ResyncError         these weights or objects cannot be used; prepare, attach or reseed
     |   |-- DamagedObject        an object's bytes are not what its name or hash promises
     |   |-- MissingObject        a named object is not in the store          (also LookupError)
     |   |-- StateMismatch        weights differ from the version they should be
     |   |-- NoPath               no chain of deltas leads to the version     (also LookupError)
-    |   `-- Dirty                a failed apply left the weights in no known version
+    |   |-- Dirty                a failed apply left the weights in no known version
+    |   `-- DeviceLost           a device failed; the weights in it can no longer be told
     |-- StopError           stop; a person has to look
     |   |-- Fenced               a newer writer owns this run
     |   |-- UnsupportedFormat    written by a newer or foreign format        (also ValueError)
@@ -96,6 +98,12 @@ class CommitInDoubt(RetryError):
     kind = "commit-in-doubt"
 
 
+class DeviceMemory(RetryError):
+    """Device memory, or pinned host memory, has no room for even the smallest window."""
+
+    kind = "device-memory"
+
+
 class ResyncError(WeightDeltaError):
     """These objects or weights cannot be used as they are; prepare, attach or reseed."""
 
@@ -130,6 +138,12 @@ class Dirty(ResyncError):
     """An apply failed half way; the weights belong to no version until reseeded."""
 
     kind = "dirty"
+
+
+class DeviceLost(ResyncError):
+    """A launch or copy on a device failed; what its memory holds is unknown until reseeded."""
+
+    kind = "device-lost"
 
 
 class StopError(WeightDeltaError):

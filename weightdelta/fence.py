@@ -11,7 +11,7 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import FrameType
@@ -140,7 +140,7 @@ class StepFence:
         parameters without a gradient (experts that saw no token) stay behind.
         """
         states = [s for o in list(self._optimizers) for s in list(o.state.values())]
-        return max((int(s["step"]) for s in states if "step" in s), default=None)
+        return _largest([s["step"] for s in states if "step" in s])
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
         self._optimizers.add(optimizer)
@@ -158,6 +158,16 @@ class StepFence:
             self._stepping.pop(id(sys._getframe(1)), None)
             self.steps += 1
             self._changed.notify_all()
+
+
+def _largest(counts: Sequence[Any]) -> int | None:
+    """The largest of many step counts: reading each from a GPU would wait for it each time."""
+    tensors = [c.detach().reshape(()) for c in counts if isinstance(c, torch.Tensor)]
+    found = [int(c) for c in counts if not isinstance(c, torch.Tensor)]
+    for kind in {(t.device, t.dtype) for t in tensors}:
+        alike = [t for t in tensors if (t.device, t.dtype) == kind]
+        found.append(int(torch.stack(alike).max()))
+    return max(found, default=None)
 
 
 def _is_on_stack(frame: int, top: FrameType | None) -> bool:

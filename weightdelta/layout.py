@@ -39,6 +39,17 @@ WIDTHS: Final[Mapping[str, int]] = {
 PLAIN_FLOATS: Final = frozenset({"F64", "F32", "F16", "BF16"})
 
 
+def castable(dtype: str, *, to: str) -> bool:
+    """Whether live weights may be cast to the wire dtype: equal, or plain floats of two widths.
+
+    Half and bfloat16 are refused: neither holds the other's values, so a mistaken base would
+    round every weight without a word.
+    """
+    if dtype == to:
+        return True
+    return {dtype, to} <= PLAIN_FLOATS and WIDTHS[dtype] != WIDTHS[to]
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """One canonical tensor: its name, safetensors dtype and logical shape."""

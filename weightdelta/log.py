@@ -61,6 +61,9 @@ Make = Callable[[int, str, int, str, float], Entry]
 
 #: Most entries asked for at once beyond the last one known.
 WINDOW: Final = 64
+#: Entries looked at beyond the last one known when no hint says where the log ends: enough to
+#: see that one is gone.
+AHEAD: Final = 2
 #: Most entries asked for at once up to the hint.
 _AT_ONCE: Final = 1024
 _HEAD_BYTES: Final = 20
@@ -135,10 +138,13 @@ class Log:
             StoreTimeout: It did not answer in time.
         """
         with self.lock:
-            before = self.next_seq
-            self._read_up_to(self._hint())
-            width = 1
-            while self._read_ahead(width):
+            before, hint = self.next_seq, self._hint()
+            self._read_up_to(hint)
+            # A hole in the log ends it for whoever looks at one entry at a time. The hint shows
+            # that there are later ones, unless it is lost too: so look past the next entry once,
+            # and whenever the hint does not fit.
+            look = width = 1 if before and hint >= before - 1 else AHEAD
+            while self._read_ahead(width) < look:
                 width = min(2 * width, WINDOW)
             return self.next_seq - before
 
@@ -197,14 +203,14 @@ class Log:
             raise DamagedObject(f"{where}: names version {entry.version} of {self.newest}")
 
     def _hint(self) -> int:
-        """Seq of an entry that exists, from the hint; -1 when the hint is of no use."""
+        """Seq of an entry that exists, by the hint; -1 when the hint is of no use."""
         try:
             text = self.store.read(HEAD, limit=_HEAD_BYTES).strip()
         except (MissingObject, DamagedObject):
             return -1
         hint = int(text) if text.isdigit() else -1
-        if hint <= self.next_seq:
-            return -1
+        if hint < self.next_seq:
+            return hint
         try:  # a hint may be torn, stale or wrong: only an entry proves that the log reaches there
             self.store.size(log_name(hint))
         except MissingObject:
@@ -218,8 +224,8 @@ class Log:
             for data in self.store.read_all(names, limit=MAX_BYTES):
                 self.accept(self._again(last) if data is None else data)
 
-    def _read_ahead(self, width: int) -> bool:
-        """Try the next ``width`` entries; whether all were there."""
+    def _read_ahead(self, width: int) -> int:
+        """Try the next ``width`` entries; how many at the end were not there."""
         first = self.next_seq
         names = [log_name(seq) for seq in range(first, first + width)]
         found = list(self.store.read_all(names, limit=MAX_BYTES))
@@ -227,7 +233,7 @@ class Log:
         for data in found[: last + 1]:
             # Absent, yet a later one is there: it may have appeared between the two requests.
             self.accept(self._again(first + last) if data is None else data)
-        return last + 1 == width
+        return width - last - 1
 
     def _again(self, later: int) -> bytes:
         """Read the next entry, which must exist because a later one does."""

@@ -7,29 +7,39 @@ own TP or EP shards) will map through the same two methods, ``offsets`` and ``re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Final
+from glob import escape
+from typing import Final, Literal
 
 import numpy as np
 import torch
 
-from weightdelta.digest import U64, seed
+from weightdelta.device_memory import on_device
+from weightdelta.digest import MASK, U64, seed
 from weightdelta.errors import InputError, LayoutMismatch
 from weightdelta.kernels import ops
+from weightdelta.kernels.device import device_ops
 from weightdelta.kernels.planes import UINTS, Elements
 from weightdelta.layout import Layout, TensorSpec
 from weightdelta.tensors import as_ints, dtype_name, storage_view
 
+DeviceUse = Literal["auto", "always", "never"]
+
+#: Strided tensors are copied in pieces of this for their digest [B].
+COPY_BYTES: Final = 256 << 20
+
 
 @dataclass(frozen=True)
 class Resident:
-    """One canonical tensor in host memory, patched in place.
+    """One canonical tensor, patched in place.
 
     Attributes:
         tensor: Its place in the layout.
         name: What the model calls it: its name in the layout, or a second one.
-        memory: 1-D unsigned view of the tensor's storage, first to last element.
+        memory: 1-D unsigned view of the tensor's storage, first to last element; empty for one
+            that device kernels patch.
         source: The tensor itself; keeps the memory alive.
         address: Where its first element lay when it was placed.
+        on_device: Whether device kernels patch it.
     """
 
     tensor: int
@@ -38,6 +48,7 @@ class Resident:
     memory: Elements
     source: torch.Tensor
     address: int
+    on_device: bool = False
 
     @property
     def seed(self) -> int:
@@ -46,6 +57,8 @@ class Resident:
 
     def is_at(self, tensor: torch.Tensor | None) -> bool:
         """Whether ``tensor`` lies just where this one was placed."""
+        if tensor is self.source:  # asked for every tensor in every pause
+            return not self.spec.numel or tensor.data_ptr() == self.address
         if tensor is None or tensor.shape != self.source.shape:
             return False
         same = tensor.data_ptr() == self.address and tensor.stride() == self.source.stride()
@@ -66,12 +79,40 @@ class Resident:
 
     def digest(self) -> int:
         """Digest of the whole tensor as it is now."""
+        if self.on_device:
+            return self._digest_on_device()
         values = self.memory
         if not self.source.is_contiguous():
             copy = as_ints(self.source.detach()).contiguous().reshape(-1).numpy()
             values = copy.view(UINTS[self.spec.width])
         size = max(self.spec.numel, 1)
         return ops().digest(values, key=self.seed, skip=0, run=size, stride=size)
+
+    def _digest_on_device(self) -> int:
+        """The same by device kernels; strided tensors a bounded number of rows at a time."""
+        ints = as_ints(self.source.detach())
+        size = max(self.spec.numel, 1)
+        step = max(len(ints), 1) if ints.dim() else 1
+        if not ints.is_contiguous():
+            step = max(COPY_BYTES // max(ints[0].nbytes, 1), 1)
+        kernels, total, skip = device_ops(ints.device), 0, 0
+        with on_device(ints.device, doing="digest"):
+            for rows in torch.split(ints, step) if ints.dim() else (ints,):
+                values = rows.contiguous().reshape(-1)
+                if len(values):
+                    part = kernels.digest(values, key=self.seed, skip=skip, run=size, stride=size)
+                    total += int(part)
+                skip += len(values)
+        return total & MASK
+
+    def values_at(self, index: U64) -> Elements:
+        """Elements at canonical indices, copied to the host."""
+        ints = as_ints(self.source.detach())
+        span = 1 + sum((n - 1) * s for n, s in zip(ints.shape, ints.stride(), strict=True))
+        flat = torch.as_strided(ints, (span,), (1,), ints.storage_offset())
+        at = torch.from_numpy(self.offsets(index).astype(np.int64)).to(ints.device)
+        found: Elements = flat[at].cpu().numpy().view(UINTS[self.spec.width])
+        return found
 
 
 def place(
@@ -81,6 +122,7 @@ def place(
     aliases: Iterable[tuple[str, ...]] = (),
     exclude: Iterable[str] = (),
     partial: bool = False,
+    use: DeviceUse = "auto",
 ) -> list[Resident]:
     """Map a receiver's tensors to the layout, in layout order.
 
@@ -90,6 +132,7 @@ def place(
         aliases: Groups of names that are one tensor.
         exclude: Patterns of names to leave alone.
         partial: Accept a receiver that holds only some of the tensors.
+        use: Which tensors device kernels patch: those on a GPU, all, or none.
 
     Raises:
         LayoutMismatch: A tensor is missing, extra, or of another shape or dtype.
@@ -102,7 +145,7 @@ def place(
         if at is None and name not in second:
             _refuse_extra(name, patterns)
         elif at is not None and at not in found:
-            found[at] = _resident(at, layout.tensors[at], name, tensor)
+            found[at] = _resident(at, layout.tensors[at], name, tensor, use)
         elif at is not None and not found[at].is_at(tensor):
             raise LayoutMismatch(
                 f"tensors {found[at].name!r} and {name!r} are one tensor in the trainer but two in "
@@ -121,11 +164,13 @@ def _refuse_extra(name: str, patterns: tuple[str, ...]) -> None:
     if not any(fnmatchcase(name, p) for p in patterns):
         raise LayoutMismatch(
             f"tensor {name!r} is in this model but not published; leave it out with "
-            f"exclude=[{name!r}]"
+            f"exclude=[{escape(name)!r}]"
         )
 
 
-def _resident(at: int, spec: TensorSpec, name: str, tensor: torch.Tensor) -> Resident:
+def _resident(
+    at: int, spec: TensorSpec, name: str, tensor: torch.Tensor, use: DeviceUse
+) -> Resident:
     dtype = dtype_name(tensor, name=name)
     if dtype != spec.dtype:
         raise LayoutMismatch(f"tensor {name!r}: expected dtype {spec.dtype}, found {dtype}")
@@ -140,8 +185,9 @@ def _resident(at: int, spec: TensorSpec, name: str, tensor: torch.Tensor) -> Res
             f"tensor {name!r}: expected memory of its own for every element, found a lazy or "
             f"expanded view (strides {tensor.stride()}); replace it by a copy"
         )
-    memory = storage_view(tensor, name=name)
-    return Resident(at, name, spec, memory, tensor, tensor.data_ptr())
+    patched = use == "always" or (use == "auto" and tensor.is_cuda)
+    memory = np.empty(0, UINTS[spec.width]) if patched else storage_view(tensor, name=name)
+    return Resident(at, name, spec, memory, tensor, tensor.data_ptr(), patched)
 
 
 #: What tensors without a dispatcher of their own have: not DTensor, not a quantized subclass.

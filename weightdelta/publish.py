@@ -5,6 +5,7 @@ commits. It holds no state that the log does not: a new one on the same store ta
 what the old one had not committed is lost without harm.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -38,7 +39,7 @@ from weightdelta.record import (
     plan_name,
     table_name,
 )
-from weightdelta.stats import PublishStats
+from weightdelta.stats import CaptureCosts, PublishStats
 from weightdelta.store import Store
 
 
@@ -59,6 +60,7 @@ class Receipt:
         tensor_digest: uint64, digest change of each tensor of the layout.
         histogram: XOR values, when the bound is measured.
         capture_s, encode_s, upload_s: Seconds spent.
+        costs: What the capture took on the rank's devices and their link.
     """
 
     write_id: str
@@ -76,6 +78,7 @@ class Receipt:
     capture_s: float
     encode_s: float
     upload_s: float
+    costs: CaptureCosts = field(default_factory=CaptureCosts)
 
     @property
     def payload_bytes(self) -> int:
@@ -133,19 +136,29 @@ class Pending:
 class RunWriter:
     """Gathers receipts and commits versions; one per run, fenced by the log.
 
+    Args:
+        clock: Seconds that never jump, for time limits and durations.
+        now: Unix time in seconds, for the entries.
+
     Attributes:
         newest: Newest committed version.
         pending: The publication under way, if any.
     """
 
     def __init__(
-        self, store: Store, *, config: Config, clock: Callable[[], float], nonce: str
+        self,
+        store: Store,
+        *,
+        config: Config,
+        clock: Callable[[], float],
+        nonce: str,
+        now: Callable[[], float] = time.time,
     ) -> None:
         self._store = store
         self._config = config
         self._clock = clock
         self._log = Log(store)
-        self._writer = LogWriter(self._log, nonce=nonce, clock=clock)
+        self._writer = LogWriter(self._log, nonce=nonce, clock=now)
         self._outcomes: dict[str, Outcome] = {}
         self.pending: Pending | None = None
         self._job: Job | None = None
@@ -353,11 +366,8 @@ class RunWriter:
             pending.committing = True
         entry = self._append(pending, self._entry(pending, index, data))
         self._table = self._digests + index.tensor_digest
-        times = {
-            name: max(getattr(r, name) for r in receipts)
-            for name in ("capture_s", "encode_s", "upload_s")
-        }
-        return _stats(entry, commit_s=self._clock() - pending.last_receipt, **times)
+        costs = _costs(receipts)
+        return replace(_stats(entry), commit_s=self._clock() - pending.last_receipt, **costs)
 
     def _append(self, pending: Pending, make: Make) -> VersionEntry:
         """Append the version entry, or find that an earlier try of it was committed."""
@@ -462,7 +472,15 @@ def _refuse_unknown(receipts: Sequence[Receipt]) -> None:
         )
 
 
-def _stats(entry: VersionEntry, **times: float) -> PublishStats:
+def _costs(receipts: Sequence[Receipt]) -> dict[str, Any]:
+    """Times and memory of the rank that needed most, traffic of all together."""
+    times = {n: max(getattr(r, n) for r in receipts) for n in ("capture_s", "encode_s", "upload_s")}
+    most = {n: max(getattr(r.costs, n) for r in receipts) for n in ("device_bytes", "pinned_bytes")}
+    traffic = {n: sum(getattr(r.costs, n) for r in receipts) for n in ("down_bytes", "up_bytes")}
+    return times | most | traffic
+
+
+def _stats(entry: VersionEntry) -> PublishStats:
     return PublishStats(
         committed=True,
         version=entry.version,
@@ -473,5 +491,4 @@ def _stats(entry: VersionEntry, **times: float) -> PublishStats:
         payload_bytes=entry.payload_bytes,
         index_bytes=entry.index_bytes,
         bound_bytes=entry.bound_bytes,
-        **times,
     )

@@ -26,7 +26,7 @@ from weightdelta.job import Job, base_specs, plan_job
 from weightdelta.publish import Outcome, Receipt, RunWriter, skipped
 from weightdelta.record import data_name
 from weightdelta.replicas import Hashes, refuse_divergence
-from weightdelta.session import Payload, RankSession
+from weightdelta.session import Payload, RankSession, upload
 from weightdelta.state import State, StateSource
 from weightdelta.stats import PublishStats
 from weightdelta.store import Store
@@ -145,7 +145,7 @@ class Publisher:
             job, rank=self._peers.rank, store=self._store, clock=time.monotonic
         )
         self._writer = RunWriter(
-            self._store, config=settings, clock=time.time, nonce=secrets.token_hex(16)
+            self._store, config=settings, clock=time.monotonic, nonce=secrets.token_hex(16)
         )
         try:
             self._nonce = self._open(job)
@@ -261,15 +261,9 @@ class Publisher:
     def _deliver(
         self, write_id: str, step: int | None, item: Payload | WeightDeltaError
     ) -> Outcome:
-        started = time.monotonic()
         mine: Receipt | WeightDeltaError
         try:
-            if isinstance(item, Payload):
-                if item.parts:
-                    self._store.write(data_name(write_id, self._peers.rank), item.parts)
-                mine = item.receipt.uploaded(time.monotonic() - started)
-            else:
-                mine = item
+            mine = self._upload(write_id, item) if isinstance(item, Payload) else item
         except WeightDeltaError as e:
             mine = e
         except Exception as e:  # noqa: BLE001 (the other ranks wait for this one's word)
@@ -278,6 +272,10 @@ class Publisher:
         outcome = None if self._peers.rank else self._conclude(write_id, step, found)
         decided: Outcome = self._peers.gather(outcome)[0]
         return decided
+
+    def _upload(self, write_id: str, payload: Payload) -> Receipt:
+        name = data_name(write_id, self._peers.rank)
+        return upload(payload, begin=lambda: self._store.begin(name), clock=time.monotonic)
 
     def _conclude(
         self, write_id: str, step: int | None, found: Sequence[Receipt | WeightDeltaError]

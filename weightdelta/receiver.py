@@ -16,20 +16,29 @@ from typing import Literal
 import numpy as np
 import torch
 
-from weightdelta.apply import rehearse, store_values
 from weightdelta.config import Config
-from weightdelta.decode import Staged, Stager
 from weightdelta.delta import DeltaReader
 from weightdelta.digest import U64, version_digest
 from weightdelta.engines import Engine
-from weightdelta.errors import Busy, Dirty, InputError, NotPrepared, NotYet, StateMismatch
+from weightdelta.errors import (
+    Busy,
+    DeviceLost,
+    Dirty,
+    InputError,
+    NotPrepared,
+    NotYet,
+    StateMismatch,
+)
 from weightdelta.fetch import fetch_path
 from weightdelta.log import Log
 from weightdelta.placement import Resident, place
+from weightdelta.recognition import recognize
+from weightdelta.site import Site
+from weightdelta.staging import Stagers, Staging, sites_of
 from weightdelta.state import State, Tensors, find_aliases, read_state
 from weightdelta.stats import ApplyStats, PrepareStats
 from weightdelta.store import Store
-from weightdelta.versions import check_target, find_path
+from weightdelta.versions import Hop, check_target, find_path
 
 Phase = Literal["CLEAN", "APPLYING", "DIRTY"]
 
@@ -40,14 +49,14 @@ class _Step:
 
     start: int
     end: int
-    staged: list[Staged]
+    staged: Staging
     before: U64
     after: U64
     stats: PrepareStats
 
     @property
     def changed(self) -> int:
-        return sum(len(s.index) for s in self.staged)
+        return self.staged.changed
 
 
 class Preparation:
@@ -114,6 +123,7 @@ class Receiver:
             raise NotYet(f"store {self._store.url}: no run has been opened here yet")
         self._layout = self._reader.layout(self._log.opened.layout)
         self._residents: list[Resident] = []
+        self._sites: list[Site] = []
         self._pool = self._workers()
         self._fetchers = ThreadPoolExecutor(self._config.store.threads, "weightdelta-fetch")
         self._background = ThreadPoolExecutor(2, "weightdelta-prepare")
@@ -161,11 +171,18 @@ class Receiver:
             self._refuse_closed()
             self._forget()
             self._phase = "DIRTY"
+            self._sites = []
             self._residents = self._place()
+            self._sites = sites_of(self._residents, layout=self._layout, config=self._config.device)
             self._log.refresh()
             found = self._digests()
-            self._version = self._recognize(found)
-            self._table = self._full_table(found)
+            self._version, self._table = recognize(
+                found,
+                residents=self._residents,
+                log=self._log,
+                reader=self._reader,
+                layout=self._layout,
+            )
             self._phase = "CLEAN"
             return self._version
 
@@ -252,6 +269,8 @@ class Receiver:
         with self._turn, self._lock:
             if self._phase != "APPLYING":
                 self._forget()
+                for site in self._sites:
+                    site.release()
             if not self._closed:  # its threads keep work arrays as large as what was staged
                 self._pool.shutdown()
                 self._pool = self._workers()
@@ -284,7 +303,7 @@ class Receiver:
             end=end,
             max_chain=self._config.limits.max_chain,
         )
-        stager = Stager(self._residents, pool=self._pool)
+        stager = self._stagers(path)
         fetched_bytes, fetch_s, table = 0, 0.0, self._table.copy()
         held = [r.tensor for r in self._residents]
         for fetched in fetch_path(
@@ -302,21 +321,29 @@ class Receiver:
             table = table + change if fetched.hop.forward else table - change
         staged = self._finish(stager)
         self._check_digest(table, end)
-        rehearse(staged)
         prepare_s = time.monotonic() - started
         stats = PrepareStats(
             from_version=self._version,
             version=end,
             hops=len(path),
             fetched_bytes=fetched_bytes,
-            changed=sum(len(s.index) for s in staged),
+            changed=staged.changed,
             fetch_s=fetch_s,
-            decode_s=max(prepare_s - fetch_s, 0.0),
+            decode_s=max(prepare_s - fetch_s - staged.stage_s, 0.0),
+            stage_s=staged.stage_s,
             prepare_s=prepare_s,
+            device_bytes=staged.device_bytes,
+            pinned_bytes=staged.pinned_bytes,
         )
         return _Step(self._version, end, staged, self._table, table, stats)
 
-    def _finish(self, stager: Stager) -> list[Staged]:
+    def _stagers(self, path: Sequence[Hop]) -> Stagers:
+        older = self._undo.staged if self._undo else Staging()
+        return Stagers(
+            self._residents, sites=self._sites, pool=self._pool, hops=len(path), older=older
+        )
+
+    def _finish(self, stager: Stagers) -> Staging:
         try:
             return stager.finish()
         except StateMismatch:
@@ -350,9 +377,8 @@ class Receiver:
         storing = time.monotonic()
         self._phase, self._moving = "APPLYING", (step, back)
         try:
-            workers = self._config.threads
-            store_values(step.staged, pool=self._pool, workers=workers, back=back)
-        except StateMismatch:
+            step.staged.store(pool=self._pool, workers=self._config.threads, back=back)
+        except (StateMismatch, DeviceLost):
             self._phase = "DIRTY"
             self._forget()
             raise
@@ -374,56 +400,10 @@ class Receiver:
         self._table = step.before if back else step.after
         if back or step.start != step.end:  # a move to where we are keeps the way back
             if self._undo:
-                self._undo.staged = []
+                self._undo.staged.clear()
             self._undo = None if back else step
         self._moving = self._preparation = None
         self._phase = "CLEAN"
-
-    def _recognize(self, found: U64) -> int:
-        if self.integrity == "partial":
-            return self._recognize_part(found)
-        digest = version_digest(found)
-        for version in range(self._log.newest, -1, -1):
-            if self._log.digest(version) == digest:
-                return version
-        raise StateMismatch(self._no_version(found))
-
-    def _recognize_part(self, found: U64) -> int:
-        """The newest version whose digests of the tensors held here are those found."""
-        held = np.array([r.tensor for r in self._residents], np.int64)
-        match = -1
-        for version, table in self._tables(self._log.newest):
-            if np.array_equal(table[held], found[held]):
-                match = version
-        if match < 0:
-            raise StateMismatch(self._no_version(found))
-        return match
-
-    def _full_table(self, found: U64) -> U64:
-        """Digests of all tensors at the version found, those not held here included."""
-        if self.integrity == "verified":
-            return found
-        for _, table in self._tables(self._version):
-            found = table
-        return found
-
-    def _tables(self, last: int) -> Iterator[tuple[int, U64]]:
-        """Every version up to ``last`` with its tensor digests."""
-        table = self._reader.table(self._log.digest(0), layout=self._layout)
-        yield 0, table
-        for version in range(1, last + 1):
-            delta = self._reader.delta(self._log.versions[version], layout=self._layout)
-            table = table + delta.index.tensor_digest
-            yield version, table
-
-    def _no_version(self, found: U64) -> str:
-        table = self._reader.table(self._log.digest(0), layout=self._layout)
-        names = [r.spec.name for r in self._residents if found[r.tensor] != table[r.tensor]]
-        return (
-            f"weights: expected a version of {self._store.url} (0 to {self._log.newest}), found "
-            f"none; {len(names)} of {len(self._residents)} tensors differ from base, first "
-            f"{names[0] if names else 'none'!r}; load the base checkpoint and attach()"
-        )
 
     def _digests(self) -> U64:
         table = np.zeros(len(self._layout.tensors), np.uint64)
@@ -457,6 +437,7 @@ class Receiver:
             aliases=self._engine.aliases() if self._engine else find_aliases(self._state),
             exclude=self._exclude,
             partial=self._partial,
+            use=self._config.device.use,
         )
 
     def _refuse_moved(self) -> None:
@@ -485,7 +466,7 @@ class Receiver:
         self._drop_preparation()
         for step in (self._undo, self._moving and self._moving[0]):
             if step:
-                step.staged = []
+                step.staged.clear()
         self._undo = self._moving = None
 
     def _drop_preparation(self) -> None:
@@ -495,4 +476,4 @@ class Receiver:
             return
         if dropped._future.exception() is None:
             # The caller may keep the Preparation; it must not keep the staged values.
-            dropped._future.result().staged = []
+            dropped._future.result().staged.clear()

@@ -6,9 +6,11 @@ known. Only a committed outcome moves the baseline.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Protocol
 
 import numpy as np
 
@@ -17,8 +19,9 @@ from weightdelta.capture import FramePlanes, Inventory, SnapshotCapture
 from weightdelta.codecs.names import IDS, Codec
 from weightdelta.config import Config
 from weightdelta.delta import DeltaReader
+from weightdelta.device_memory import pin_if_used
 from weightdelta.digest import U64
-from weightdelta.encode import encode, histogram, tensor_digests
+from weightdelta.encode import Encoding, histogram, tensor_digests
 from weightdelta.errors import Busy, InputError, PublicationLost, WeightDeltaError
 from weightdelta.fence import Guard, StepFence
 from weightdelta.index import SLOTS
@@ -32,28 +35,119 @@ from weightdelta.store import Store
 Clock = Callable[[], float]
 
 
-@dataclass(frozen=True, slots=True)
 class Payload:
-    """What one rank delivers: the bytes of its object, in order, and the receipt."""
+    """What one rank delivers: first the bytes of its object, then the receipt.
 
-    parts: tuple[bytes, ...]
-    receipt: Receipt
+    The upload can begin while later frames are still being encoded.
+    """
+
+    def __init__(
+        self,
+        coming: "Sequence[Future[EncodedFrame]]",
+        receipt: Callable[[list[EncodedFrame]], Receipt],
+        *,
+        rank: int,
+    ) -> None:
+        self._coming = coming
+        self._make = receipt
+        self._rank = rank
+
+    @property
+    def parts(self) -> Iterator[bytes]:
+        """The object's bytes, piece by piece, each as soon as it is encoded; none is empty.
+
+        Can be read again.
+
+        Raises:
+            WeightDeltaError: A frame could not be encoded.
+        """
+        return (frame.data for frame in self._frames() if frame.data)
+
+    @cached_property
+    def receipt(self) -> Receipt:
+        """What the coordinator is told; waits until all is encoded.
+
+        Raises:
+            WeightDeltaError: A frame could not be encoded.
+        """
+        try:
+            return self._make(self.frames)
+        except Exception as e:
+            raise _known(self._rank, e) from e
+
+    @property
+    def frames(self) -> list[EncodedFrame]:
+        """The encoded frames; waits for all of them."""
+        return list(self._frames())
+
+    def check(self) -> None:
+        """Raise what has gone wrong on this rank, if anything has."""
+        for job in self._coming:
+            if job.done():
+                self._result(job)
+
+    def _frames(self) -> Iterator[EncodedFrame]:
+        return map(self._result, self._coming)
+
+    def _result(self, job: "Future[EncodedFrame]") -> EncodedFrame:
+        try:
+            return job.result()
+        except Exception as e:
+            raise _known(self._rank, e) from e
 
 
-#: Uploads a payload, or reports the error in its place, and returns how the publication ended.
+class Uploading(Protocol):
+    """An upload under way, like ``store.Upload``."""
+
+    def add(self, part: bytes) -> None: ...  # noqa: D102
+    def finish(self) -> None: ...  # noqa: D102
+    def abandon(self) -> None: ...  # noqa: D102
+
+
+def upload(payload: Payload, *, begin: Callable[[], Uploading], clock: Clock) -> Receipt:
+    """Write a rank's object while it is being encoded.
+
+    Args:
+        payload: What the rank delivers; without a change nothing is written.
+        begin: Starts the upload.
+        clock: Seconds.
+
+    Returns:
+        The receipt, with the time that the upload took beyond the encoding.
+
+    Raises:
+        WeightDeltaError: A frame could not be encoded, or the store failed.
+    """
+    under_way: Uploading | None = None
+    try:
+        for part in payload.parts:
+            under_way = under_way or begin()
+            under_way.add(part)
+        encoded, receipt = clock(), payload.receipt
+        if under_way:
+            under_way.finish()
+    except BaseException:
+        if under_way:
+            under_way.abandon()
+        raise
+    return receipt.uploaded(clock() - encoded)
+
+
+#: Uploads a payload, or reports the error in its place, and returns how the publication ended;
+#: what a payload raises is reported as well.
 Deliver = Callable[[Payload | WeightDeltaError], Outcome]
 
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """The planes of one capture, before encoding; ``steps`` is the fence's count."""
+    """The planes of one capture and their encoding; ``steps`` is the fence's count."""
 
     write_id: str
     planes: Sequence[FramePlanes]
+    encoding: Encoding
     steps: int
     mark: int | None
     seconds: float
-    config: Config
 
 
 class RankSession:
@@ -69,7 +163,7 @@ class RankSession:
         self._fence = StepFence(max_step_delay_s=config.max_step_delay_s, clock=clock)
         self._pool = ThreadPoolExecutor(config.threads, f"weightdelta-{rank}")
         self._worker = ThreadPoolExecutor(1, f"weightdelta-{rank}-publish")
-        self._capture = SnapshotCapture(self._baseline, pool=self._pool)
+        self._capture = SnapshotCapture(self._baseline, pool=self._pool, config=config.device)
         # Held from a capture until its outcome is settled; released by another thread.
         self._turn = threading.Lock()
         self._closed = False
@@ -115,6 +209,8 @@ class RankSession:
             reader=reader,
             versions=range(1, newest + 1),
         )
+        if self.job.config.device.use != "never":
+            pin_if_used(self._baseline.arena)  # now: in a capture an optimizer would wait for it
 
     def hash_replicas(
         self,
@@ -226,12 +322,17 @@ class RankSession:
         config: Config,
     ) -> Captured:
         started = self._clock()
-        with self._fence.capturing(guard=guard) as token:
-            steps = self._fence.steps
-            mark = self._fence.optimizer_step() if mark is None else mark
-            planes = self._capture.capture(state(), token=token)
+        encoding = Encoding(baseline=self._baseline, pool=self._pool, config=config)
+        try:
+            with self._fence.capturing(guard=guard) as token:
+                steps = self._fence.steps
+                mark = self._fence.optimizer_step() if mark is None else mark
+                planes = self._capture.capture(state(), token=token, sink=encoding.add)
+        except BaseException:
+            encoding.cancel()
+            raise
         self._last = (write_id, steps)
-        return Captured(write_id, planes, steps, mark, self._clock() - started, config)
+        return Captured(write_id, planes, encoding, steps, mark, self._clock() - started)
 
     def _refuse(self, error: BaseException, deliver: Deliver) -> None:
         """Tell the others that this rank captured nothing."""
@@ -243,26 +344,30 @@ class RankSession:
     def _finish(self, captured: Captured, deliver: Deliver) -> Outcome:
         try:
             try:
-                frames, payload = self._encode(captured)
+                coming = captured.encoding.coming(captured.planes)
             except Exception as e:  # noqa: BLE001 (the other ranks must not wait for this one)
                 return deliver(_known(self.rank, e))
+            making = partial(self._receipt, captured, self._clock())
+            payload = Payload(coming, making, rank=self.rank)
             outcome = deliver(payload)
             if outcome.version is not None:
+                start, frames = self._baseline.version, payload.frames
                 self._baseline.advance(frames, version=outcome.version)
+                self._capture.advance(frames, start=start)
                 self._steps_at_commit = captured.steps
             return outcome
         finally:
             self._turn.release()
 
-    def _encode(self, captured: Captured) -> tuple[list[EncodedFrame], Payload]:
-        started = self._clock()
+    def _receipt(
+        self, captured: Captured, started: float, frames: Sequence[EncodedFrame]
+    ) -> Receipt:
         baseline, at_commit = self._baseline, self._steps_at_commit
-        frames = encode(captured.planes, baseline=baseline, pool=self._pool, config=captured.config)
         measured = (
             histogram(captured.planes, baseline=baseline) if self.job.config.measure_bound else None
         )
         ended = self._clock()
-        receipt = Receipt(
+        return Receipt(
             write_id=captured.write_id,
             rank=self.rank,
             parent=baseline.version,
@@ -278,8 +383,8 @@ class RankSession:
             capture_s=captured.seconds,
             encode_s=ended - started,
             upload_s=0.0,
+            costs=self._capture.costs,
         )
-        return frames, Payload(tuple(f.data for f in frames if f.data), receipt)
 
 
 def _known(rank: int, error: BaseException) -> WeightDeltaError:

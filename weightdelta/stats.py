@@ -14,6 +14,29 @@ class Stats:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CaptureCosts(Stats):
+    """What one rank's capture of weights in device memory took.
+
+    Attributes:
+        windows: Windows that were compared.
+        down_bytes: Old bytes sent to the device.
+        up_bytes: Planes and digests fetched from it.
+        device_bytes: Device memory used beside the weights.
+        pinned_bytes: Pinned host memory, the baseline included.
+        upload_s: Time that copies to the device ran.
+        compare_s: Time that gathering and comparing ran on the device.
+    """
+
+    windows: int = 0
+    down_bytes: int = 0
+    up_bytes: int = 0
+    device_bytes: int = 0
+    pinned_bytes: int = 0
+    upload_s: float = 0.0
+    compare_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PublishStats(Stats):
     """One publication.
 
@@ -32,6 +55,10 @@ class PublishStats(Stats):
         encode_s: Longest time a rank spent on encoding after the capture.
         upload_s: Longest time from a rank's encoded payload to its receipt.
         commit_s: Time from the last receipt to the committed log entry.
+        down_bytes: Old bytes that all ranks sent to their devices.
+        up_bytes: Planes that all ranks fetched from their devices.
+        device_bytes: Most device memory that a rank used beside its weights.
+        pinned_bytes: Most host memory that a rank had pinned.
     """
 
     committed: bool
@@ -47,6 +74,10 @@ class PublishStats(Stats):
     encode_s: float = 0.0
     upload_s: float = 0.0
     commit_s: float = 0.0
+    down_bytes: int = 0
+    up_bytes: int = 0
+    device_bytes: int = 0
+    pinned_bytes: int = 0
 
     @property
     def changed_fraction(self) -> float:
@@ -56,7 +87,14 @@ class PublishStats(Stats):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrepareStats(Stats):
-    """One preparation: the path taken and what was fetched and staged."""
+    """One preparation: the path taken and what was fetched and staged.
+
+    Attributes:
+        decode_s: Time for decoding, and for the dry run of what lies in host memory.
+        stage_s: Time for handing planes to devices and waiting for their dry run.
+        device_bytes: Device memory that staged values wait in.
+        pinned_bytes: Pinned host memory that staged values wait in, to be streamed in the pause.
+    """
 
     from_version: int
     version: int
@@ -66,6 +104,9 @@ class PrepareStats(Stats):
     fetch_s: float
     decode_s: float
     prepare_s: float
+    stage_s: float = 0.0
+    device_bytes: int = 0
+    pinned_bytes: int = 0
 
 
 Verdict = Literal["verified", "partial"]

@@ -18,6 +18,7 @@ import contextlib
 import errno
 import itertools
 import logging
+import math
 import os
 import random
 import re
@@ -42,13 +43,14 @@ from weightdelta.errors import (
 )
 from weightdelta.redact import redact
 from weightdelta.store_backend import Backend, Buffer, Live, Transient
+from weightdelta.store_feed import Feed
 from weightdelta.store_fsspec import CONDITIONAL, connect
 from weightdelta.store_obstore import with_obstore
 
 if TYPE_CHECKING:
     from weightdelta.config import Config
 
-__all__ = ["BLOCK", "MAX_HANGING", "PARALLEL", "Backend", "Buffer", "Live", "Store"]
+__all__ = ["BLOCK", "MAX_HANGING", "PARALLEL", "Backend", "Buffer", "Live", "Store", "Upload"]
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
@@ -212,6 +214,14 @@ class Store:
         """
         self._put(name, data, durable=True)
 
+    def begin(self, name: str) -> "Upload":
+        """Start to write an object, as ``write`` does, while its parts are still being made."""
+        feed = Feed()
+        put = partial(self._backend.put, self._valid(name), feed, durable=True, live=feed.is_wanted)
+        guarded = partial(self._guard, "write", name, put, absent=False, feed=feed)
+        job = self._start(name, guarded, apart=True)
+        return Upload(feed, lambda: self._wait(job, "write", (name,)))
+
     def hint(self, name: str, data: Buffer) -> None:
         """Overwrite a small object that readers do not trust; it need not survive a power loss."""
         self._put(name, data, durable=False)
@@ -343,13 +353,13 @@ class Store:
         )
         return self._wait(self._start(name, guarded), verb, (name,))
 
-    def _start(self, name: str, operation: Callable[[], T]) -> Future[T]:
+    def _start(self, name: str, operation: Callable[[], T], *, apart: bool = False) -> Future[T]:
         if self._hanging >= MAX_HANGING:
             raise StoreTimeout(
                 f"store {self.url}: {name} not tried, {self._hanging} earlier operations still hang"
             )
         job: Future[T] = Future()
-        if self.timeout_s is None:
+        if self.timeout_s is None and not apart:
             _run(job, operation)
         else:  # a daemon: a hanging disk must not keep the interpreter from exiting
             threading.Thread(target=_run, args=(job, operation), daemon=True).start()
@@ -376,10 +386,11 @@ class Store:
         *,
         absent: bool = True,
         again: bool = True,
+        feed: Feed | None = None,
     ) -> T:
         """Its errors in our terms; ``absent``: to find no such file means there is no object."""
         try:
-            return self._repeat(operation) if again else operation()
+            return self._repeat(operation, feed) if again else operation()
         except WeightDeltaError:
             raise
         except OSError as e:
@@ -395,15 +406,18 @@ class Store:
         # Outside of the handler, or Python would keep what was handled as its context.
         raise failure
 
-    def _repeat(self, operation: Callable[[], T]) -> T:
+    def _repeat(self, operation: Callable[[], T], feed: Feed | None) -> T:
         """Send it again while it fails in passing, after longer and longer pauses with jitter."""
-        stop = None if self.timeout_s is None else time.monotonic() + self.timeout_s
+        bound = math.inf if self.timeout_s is None else self.timeout_s
+        stop = time.monotonic() + bound
         for tries in itertools.count():
             try:
                 return operation()
             except Transient:
+                if feed and feed.is_open():  # nobody has begun to wait
+                    stop = time.monotonic() + bound
                 pause = random.uniform(0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**tries))
-                late = stop is not None and time.monotonic() + pause >= stop
+                late = time.monotonic() + pause >= stop
                 if late or tries >= self._retries:
                     raise
             time.sleep(pause)
@@ -412,6 +426,38 @@ class Store:
     def _ended(self, _: Future[T]) -> None:
         with self._lock:
             self._hanging -= 1
+
+
+class Upload:
+    """An object that is being written while its parts are still being made.
+
+    Nothing of it appears before ``finish``. Made by ``Store.begin``.
+    """
+
+    def __init__(self, feed: Feed, wait_for_it: Callable[[], None]) -> None:
+        self._feed = feed
+        self._wait = wait_for_it
+
+    def add(self, part: Buffer) -> None:
+        """Hand in the next part; it must stay as it is until ``finish`` or ``abandon``."""
+        self._feed.add(part)
+
+    def finish(self) -> None:
+        """There are no more parts; returns once the object is written.
+
+        Raises:
+            StoreUnavailable, StoreTimeout: As for ``write``; the bound counts from here.
+        """
+        self._feed.end()
+        try:
+            self._wait()
+        except BaseException:
+            self._feed.give_up()
+            raise
+
+    def abandon(self) -> None:
+        """Write nothing after all."""
+        self._feed.give_up()
 
 
 def _parts(data: Buffer | Sequence[Buffer]) -> tuple[Buffer, ...]:

@@ -1,7 +1,7 @@
 """What a store is built on: the few operations that a backend offers, and how they fail."""
 
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 Buffer = bytes | bytearray | memoryview
@@ -20,12 +20,13 @@ class GivenUp(TimeoutError):
 class Backend(Protocol):
     """Named bytes; raises OSErrors, FileNotFoundError for an absent object.
 
-    ``put`` writes or replaces, all at once for readers, unless no longer ``live``; ``create``
-    writes unless there is one, and says whether it did; the rest is as in ``Store``.
+    ``put`` writes or replaces, all at once for readers, unless no longer ``live``; its parts may
+    still be on their way, and can be read again from the start; ``create`` writes unless there is
+    one, and says whether it did; the rest is as in ``Store``.
     """
 
     def read(self, name: str, *, start: int, end: int | None) -> bytes: ...  # noqa: D102
-    def put(self, name: str, parts: Sequence[Buffer], *, durable: bool, live: Live) -> None: ...  # noqa: D102
+    def put(self, name: str, parts: Iterable[Buffer], *, durable: bool, live: Live) -> None: ...  # noqa: D102
     def create(self, name: str, parts: Sequence[Buffer]) -> bool: ...  # noqa: D102
     def size(self, name: str) -> int: ...  # noqa: D102
     def names(self, folder: str) -> list[str]: ...  # noqa: D102

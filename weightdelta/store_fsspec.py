@@ -3,8 +3,9 @@
 
 import contextlib
 import errno
+import itertools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -75,8 +76,9 @@ class FsspecBackend:
             raise Transient(errno.EIO, f"asked for {end - start} bytes, got {len(data)}")
         return data
 
-    def put(self, name: str, parts: Sequence[Buffer], *, durable: bool, live: Live) -> None:  # noqa: ARG002 - object stores are durable
-        if self._is_remote() and nbytes(parts) > WHOLE:
+    def put(self, name: str, parts: Iterable[Buffer], *, durable: bool, live: Live) -> None:  # noqa: ARG002 - object stores are durable
+        big, parts = is_big(parts)
+        if big and self._is_remote():
             self._stream(name, parts, live)
             return
         data = b"".join(parts)
@@ -84,7 +86,7 @@ class FsspecBackend:
         with translated():
             self.fs.pipe_file(self._path(name), data)
 
-    def _stream(self, name: str, parts: Sequence[Buffer], live: Live) -> None:
+    def _stream(self, name: str, parts: Iterable[Buffer], live: Live) -> None:
         """Upload in parts, of which readers see nothing before the last one is there."""
         with translated():
             file = self.fs.open(self._path(name), "wb", block_size=PART)
@@ -230,6 +232,16 @@ def _merged(defaults: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str
     return found
 
 
-def nbytes(parts: Sequence[Buffer]) -> int:
-    """Bytes in all parts."""
-    return sum(memoryview(part).nbytes for part in parts)
+def is_big(parts: Iterable[Buffer]) -> tuple[bool, Iterable[Buffer]]:
+    """Whether an object is larger than ``WHOLE``, known as soon as that much of it has come.
+
+    Returns:
+        The answer, and all the parts.
+    """
+    coming, first, size = iter(parts), list[Buffer](), 0
+    for part in coming:
+        first.append(part)
+        size += memoryview(part).nbytes
+        if size > WHOLE:
+            return True, itertools.chain(first, coming)
+    return False, first

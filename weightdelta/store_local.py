@@ -5,7 +5,7 @@ import contextlib
 import errno
 import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -31,7 +31,7 @@ class LocalBackend:
             # Held against the file's size first: read(n) allocates n bytes before it reads.
             return f.read(max(0, min(size, size if end is None else end) - start))
 
-    def put(self, name: str, parts: Sequence[Buffer], *, durable: bool, live: Live) -> None:
+    def put(self, name: str, parts: Iterable[Buffer], *, durable: bool, live: Live) -> None:
         with self._aside(parts, sync=durable and self.fsync) as temporary:
             folder = self._folder(name)
             # The caller may have reused the buffers since it stopped waiting.
@@ -69,7 +69,7 @@ class LocalBackend:
         (self.root / name).unlink()
 
     @contextlib.contextmanager
-    def _aside(self, parts: Sequence[Buffer], *, sync: bool) -> Iterator[Path]:
+    def _aside(self, parts: Iterable[Buffer], *, sync: bool) -> Iterator[Path]:
         """A temporary file that holds ``parts``; gone afterwards."""
         folder = self.root / TMP
         folder.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ upload travel side by side. Names, creates, hints and deletes go through the bac
 # ruff: noqa: D102 (``Backend`` says what each method does)
 
 import errno
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Final
@@ -15,7 +15,7 @@ from weightdelta.errors import ConfigError
 from weightdelta.redact import redact
 from weightdelta.store_backend import Backend, Buffer, Live, refuse_dead
 from weightdelta.store_errors import translated
-from weightdelta.store_fsspec import PART, WHOLE, nbytes
+from weightdelta.store_fsspec import PART, is_big
 
 _SCHEMES: Final = frozenset({"s3", "s3a", "gs", "az", "abfs", "abfss"})
 
@@ -44,13 +44,13 @@ class ObstoreBackend:
                 return b""
             raise
 
-    def put(self, name: str, parts: Sequence[Buffer], *, durable: bool, live: Live) -> None:
+    def put(self, name: str, parts: Iterable[Buffer], *, durable: bool, live: Live) -> None:
         if not durable:
             self.inner.put(name, parts, durable=durable, live=live)
             return
         import obstore
 
-        big = nbytes(parts) > WHOLE
+        big, parts = is_big(parts)
         body = _while_live(parts, live) if big else b"".join(parts)
         refuse_dead(live)
         with translated():
@@ -118,7 +118,7 @@ def _where(options: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in found.items() if value}
 
 
-def _while_live(parts: Sequence[Buffer], live: Live) -> Iterator[Buffer]:
+def _while_live(parts: Iterable[Buffer], live: Live) -> Iterator[Buffer]:
     for part in parts:
         refuse_dead(live)
         yield part

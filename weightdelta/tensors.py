@@ -23,7 +23,8 @@ TORCH: Final[dict[str, torch.dtype]] = {
 }
 SAFETENSORS: Final[dict[torch.dtype, str]] = {dtype: name for name, dtype in TORCH.items()}
 
-_INTS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: Integers that stand for elements of each width: bit patterns, whose arithmetic wraps.
+INTS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def dtype_name(tensor: torch.Tensor, *, name: str) -> str:
@@ -43,7 +44,7 @@ def as_ints(tensor: torch.Tensor) -> torch.Tensor:
     width = tensor.element_size()
     if tensor.dtype == torch.complex64:
         return torch.view_as_real(tensor.resolve_conj()).view(torch.int64).squeeze(-1)
-    return tensor.view(_INTS[width])
+    return tensor.view(INTS[width])
 
 
 def storage_view(tensor: torch.Tensor, *, name: str) -> Elements:

@@ -66,7 +66,7 @@ def verify(
         progress: Called with what is being checked.
 
     Raises:
-        InputError: ``base`` is no checkpoint, or one of another model.
+        InputError: There is no run here; or ``base`` is no checkpoint, or one of another model.
     """
     found = Findings()
     log = Log(store)
@@ -80,7 +80,7 @@ def verify(
         _check_hint(hint, log)
     if log.opened is None:
         if found.ok:
-            found.problems.append(f"{store.url}: no run has been opened here")
+            raise InputError(f"{store.url}: expected a run's store, found no log")
         return found
     for layout in _layout(reader, log, log.opened.layout, found):
         rebuilt = Replay(checkpoint, reader, layout) if checkpoint else None
@@ -110,7 +110,8 @@ def _check_hint(hint: bytes | None, log: Log) -> None:
         raise DamagedObject(f"{HEAD}: expected the number of a log entry, found {text!r}")
     if int(text) >= log.next_seq:
         raise MissingObject(
-            f"{log_name(int(text))}: named by {HEAD}, but the log ends before {log.next_seq}"
+            f"{log_name(int(text))}: named by {HEAD}, but the log ends before {log.next_seq}: "
+            f"either the tail of the log was lost, or {HEAD} was damaged"
         )
 
 
@@ -224,6 +225,8 @@ class _noting:  # noqa: N801 (reads as a verb at the call)
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> bool:
         if isinstance(error, WeightDeltaError) and not isinstance(error, InputError):
-            self._found.problems.append(f"{error.kind}: {error}")
+            problem = f"{error.kind}: {error}"
+            if problem not in self._found.problems:  # versions share their plan
+                self._found.problems.append(problem)
             return True
         return False

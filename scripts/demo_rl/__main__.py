@@ -32,13 +32,27 @@ def options() -> argparse.Namespace:
     )
     parser.add_argument("--model", choices=["smollm2", "tiny"], default="smollm2")
     parser.add_argument("--steps", type=int, default=10, help="training steps, 8 or more")
-    parser.add_argument("--ranks", type=int, default=4, help="FSDP2 trainer ranks")
+    parser.add_argument("--ranks", type=int, help="FSDP2 trainer ranks: 4, or 1 with --device cuda")
+    parser.add_argument(
+        "--device",
+        choices=["cpu", "cuda"],
+        default="cpu",
+        help="where trainers and samplers compute; all of them share one GPU",
+    )
     parser.add_argument("--samplers", type=int, default=2, help="sampler actors, 2 or more")
     parser.add_argument("--store", help="folder or URL of the run's store; a new folder by default")
     parser.add_argument("--lr", type=float, help="learning rate")
     parser.add_argument("--codec", choices=list(IDS), default=DEFAULT, help="form of the deltas")
+    parser.add_argument(
+        "--checkpoints",
+        action="store_true",
+        help="also compare each version, materialized, with the trainer's own save_pretrained",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results here too")
     found = parser.parse_args()
+    found.ranks = found.ranks or (1 if found.device == "cuda" else 4)
+    if found.device == "cuda" and found.ranks > 1:
+        parser.error("--ranks: NCCL takes one rank a GPU, and this demo uses one GPU")
     for name, least in (("steps", 8), ("ranks", 1), ("samplers", 2)):
         if getattr(found, name) < least:
             parser.error(f"--{name}: expected at least {least}, found {getattr(found, name)}")
@@ -49,8 +63,9 @@ def main() -> None:
     """Run it; exit 1 if a byte differs."""
     chosen = options()
     store = chosen.store or str(CACHE / "runs" / time.strftime("%Y%m%d-%H%M%S"))
-    base = checkpoint(chosen.model)
     started = time.monotonic()
+    out.print(f"preparing {chosen.model}, then starting Ray, trainers and samplers ..")
+    base = checkpoint(chosen.model)
     run = Run(
         model=chosen.model,
         base=base,
@@ -59,6 +74,8 @@ def main() -> None:
         samplers=chosen.samplers,
         lr=chosen.lr,
         codec=chosen.codec,
+        checkpoints=chosen.checkpoints,
+        device=chosen.device,
         say=lambda line: out.print(f"[dim]{time.monotonic() - started:6.1f} s[/]  {line}"),
     )
     try:
@@ -70,7 +87,8 @@ def main() -> None:
     out.print(table(run))
     if chosen.json:
         chosen.json.write_text(json.dumps(as_json(run), indent=2) + "\n")
-    out.print(f"look into it: weightdelta log {store}; weightdelta verify --deep {store}")
+    command = Path(sys.executable).with_name("weightdelta")
+    out.print(f"look into it: {command} log {store}; {command} verify --deep {store}")
     sys.exit(0 if run.bit_exact else 1)
 
 

@@ -18,31 +18,41 @@ SHAPES = {"smollm2": (4, 4), "tiny": (8, 8)}
 RATES = {"smollm2": 2e-5, "tiny": 3e-5}
 
 
-def start_ray() -> None:
+def start_ray(device: str) -> None:
     """A private Ray on this host: no dashboard, no token file, no statistics sent."""
     os.environ.setdefault("RAY_AUTH_MODE", "disabled")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ["OMP_NUM_THREADS"] = "1"  # a dozen processes share a few cores
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="warning")
+    gpus = 1 if device == "cuda" else 0
+    ray.init(
+        num_cpus=4,
+        num_gpus=gpus,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level="warning",
+    )
 
 
-def start_trainers(ranks: int, *, folder: Path, lr: float) -> list[Any]:
-    """``ranks`` FSDP2 ranks over gloo, which meet through a file."""
+def start_trainers(ranks: int, *, folder: Path, lr: float, device: str) -> list[Any]:
+    """``ranks`` FSDP2 ranks over gloo, or NCCL on a GPU, which meet through a file."""
     rendezvous = tempfile.mktemp(prefix="weightdelta-")  # noqa: S306  created by the ranks
-    remote = TrainerActor.options(num_cpus=0.25)
-    return [
-        remote.remote(rank=rank, world_size=ranks, rendezvous=rendezvous, folder=str(folder), lr=lr)
-        for rank in range(ranks)
-    ]
+    remote = TrainerActor.options(num_cpus=0.25, num_gpus=_share(device))
+    common = {"rendezvous": rendezvous, "folder": str(folder), "lr": lr, "device": device}
+    return [remote.remote(rank=rank, world_size=ranks, **common) for rank in range(ranks)]
 
 
-def start_sampler(kind: str, *, folder: Path, seed: int) -> Any:
+def start_sampler(kind: str, *, folder: Path, seed: int, device: str) -> Any:
     """One sampler, which starts to generate at once from the base checkpoint."""
     prompts, group = SHAPES[kind]
-    return SamplerActor.options(num_cpus=0.25).remote(
-        kind=kind, folder=str(folder), seed=seed, prompts=prompts, group=group
+    return SamplerActor.options(num_cpus=0.25, num_gpus=_share(device)).remote(
+        kind=kind, folder=str(folder), seed=seed, prompts=prompts, group=group, device=device
     )
+
+
+def _share(device: str) -> float:
+    """What an actor takes of the GPU that all of them share."""
+    return 0.1 if device == "cuda" else 0.0
 
 
 def collect(samplers: list[Any], *, ranks: int) -> Batch:

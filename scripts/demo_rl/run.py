@@ -1,5 +1,7 @@
 """The run itself: what happens in each step, and when samplers come, go and come back."""
 
+import shutil
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -12,6 +14,9 @@ import weightdelta as wd
 from demo_rl.job import RATES, collect, start_ray, start_sampler, start_trainers
 from weightdelta.codecs.names import Codec, takes
 from weightdelta.errors import RetryError
+from weightdelta.log import Log
+from weightdelta.materialize import materialize
+from weightdelta.store import Store
 
 
 @dataclass
@@ -42,6 +47,8 @@ class Run:
     samplers: int
     lr: float | None
     codec: Codec
+    checkpoints: bool
+    device: str
     say: Callable[[str], None]
     rows: list[Row] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
@@ -50,9 +57,9 @@ class Run:
 
     def start(self) -> None:
         """Start Ray, trainers and all samplers but the late one; attach."""
-        start_ray()
+        start_ray(self.device)
         self.trainers = start_trainers(
-            self.ranks, folder=self.base, lr=self.lr or RATES[self.model]
+            self.ranks, folder=self.base, lr=self.lr or RATES[self.model], device=self.device
         )
         self.live = [self._sampler(i) for i in range(self.samplers - 1)]
         started = time.monotonic()
@@ -87,7 +94,7 @@ class Run:
         # The actors run their calls in order: the capture comes after the step, and the gather
         # of the truth after the capture. Nobody waits for anybody here.
         publication = self.group.publish(step=step)
-        truth = self._truth()
+        truth, saved = self._truth(), self._saved(step)
         if step == 5:
             ray.kill(self.live.pop(0))
             self.say("killed sampler 0 while a version was being published")
@@ -103,6 +110,8 @@ class Run:
             f"{stats.payload_bytes / 1e3:.0f} kB, pause {1e3 * max(self.rows[-1].pause_s):.1f} ms"
         )
         self._compare(truth, f"version {stats.version}")
+        if saved:
+            self._compare_checkpoint(stats.version, saved)
         if step == last - 1:
             self._back_and_forth(truth)
         self._previous = truth
@@ -132,7 +141,7 @@ class Run:
         return bool(self.rows) and not self.wrong and all(row.compared for row in self.rows)
 
     def _sampler(self, number: int) -> Any:
-        return start_sampler(self.model, folder=self.base, seed=number)
+        return start_sampler(self.model, device=self.device, folder=self.base, seed=number)
 
     def _join(self, sampler: Any) -> None:
         """Attach a sampler, which holds the base checkpoint, and bring it to the newest version."""
@@ -170,6 +179,31 @@ class Run:
         """All weights, gathered by torch alone; a reference to rank 0's answer."""
         gathered = [t.full_gather.remote() for t in self.trainers]
         return gathered[0]
+
+    def _saved(self, step: int) -> Path | None:
+        """Where the trainer saves this step's checkpoint, if it is asked for."""
+        if not self.checkpoints:
+            return None
+        folder = Path(tempfile.mkdtemp(prefix=f"weightdelta-step{step}-"))
+        for trainer in self.trainers:
+            trainer.save_checkpoint.remote(str(folder))
+        return folder
+
+    def _compare_checkpoint(self, version: int, saved: Path) -> None:
+        """The version made from base and deltas against what the trainer's own save wrote."""
+        ray.get([t.full_gather.remote() for t in self.trainers])  # calls run in order: it is saved
+        log = Log(Store.of(self.store, config=wd.Config()))
+        log.refresh()
+        made = saved / "materialized"
+        materialize(log, version=version, base=self.base, out=made, config=wd.Config())
+        files = sorted(saved.glob("*.safetensors"))
+        assert files, f"{saved}: the trainer saved no weights"
+        bad = [f.name for f in files if f.read_bytes() != (made / f.name).read_bytes()]
+        self.wrong += [f"version {version}: materialized {name}" for name in bad]
+        verdict = f"{bad} differ from" if bad else "byte-equal to"
+        self.say(f"version {version} materialized: {verdict} the trainer's save_pretrained")
+        self.comparisons += 1
+        shutil.rmtree(saved)
 
     def _compare(self, truth: Any, what: str, *, only: Any = None) -> None:
         for sampler in [only] if only else self.live:

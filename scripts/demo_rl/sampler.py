@@ -31,16 +31,20 @@ Arrays = dict[str, npt.NDArray[Any]]
 class SamplerActor:
     """A policy in bf16 that answers questions from its own stream in a background thread."""
 
-    def __init__(self, *, kind: str, folder: str, seed: int, prompts: int, group: int) -> None:
+    def __init__(
+        self, *, kind: str, folder: str, seed: int, prompts: int, group: int, device: str
+    ) -> None:
         torch.set_num_threads(1)  # actors share the machine's cores
         self.task, self.seed = TASKS[kind], seed
         self.prompts, self.group = prompts, group
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+        self.model.to(device)
+        self.device = device
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self.engine = wd.TransformersEngine(self.model)
         self.receiver: wd.Receiver | None = None
         self.tokens = 0
-        self.random = torch.Generator().manual_seed(seed)
+        self.random = torch.Generator(device).manual_seed(seed)
         # One batch ahead of the trainer: older ones make way, so that rollouts stay fresh.
         self.ready: queue.Queue[Arrays] = queue.Queue(maxsize=1)
         self.failure: BaseException | None = None
@@ -90,7 +94,7 @@ class SamplerActor:
             wrong = [
                 name
                 for name in state.keys() & truth.keys()
-                if not np.array_equal(state[name].view(torch.uint16).numpy(), truth[name])
+                if not np.array_equal(state[name].cpu().view(torch.uint16).numpy(), truth[name])
             ]
         return sorted(wrong + list(state.keys() ^ truth.keys()))
 
@@ -129,22 +133,23 @@ class SamplerActor:
         prompts = torch.tensor(encoded["input_ids"])
         texts = sample(
             self.model,
-            prompts,
+            prompts.to(self.device),
             length=self.task.length,
             end=self.tokenizer.eos_token_id,
             random=self.random,
             engine=self.engine,
         )
         self.tokens += texts.tokens.numel()
+        found = texts.tokens.cpu()
         rewards = [
             self.task.reward(q, self.tokenizer.decode(t[m], skip_special_tokens=True))
-            for q, t, m in zip(questions, texts.tokens, texts.mask, strict=True)
+            for q, t, m in zip(questions, found, texts.mask.cpu(), strict=True)
         ]
         grid = np.array(rewards, dtype=np.float32).reshape(self.prompts, self.group)
         return {
-            "tokens": torch.cat([prompts, texts.tokens], dim=1).numpy(),
-            "logprobs": texts.logprobs.numpy(),
-            "mask": texts.mask.numpy(),
+            "tokens": torch.cat([prompts, found], dim=1).numpy(),
+            "logprobs": texts.logprobs.cpu().numpy(),
+            "mask": texts.mask.cpu().numpy(),
             "advantages": advantages(grid).reshape(-1),
             "rewards": grid.reshape(-1),
         }

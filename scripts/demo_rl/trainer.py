@@ -8,6 +8,7 @@ import numpy.typing as npt
 import ray
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
@@ -15,18 +16,20 @@ from transformers import AutoModelForCausalLM
 from demo_rl.loss import Batch, policy_loss
 
 
-def build(folder: str) -> Any:
+def build(folder: str, device: str, world_size: int) -> Any:
     """Load a checkpoint into fp32 and shard it: each layer, then the rest.
 
     Computation runs in bf16, as on a GPU, which here also takes half the memory and less time;
     gradients are reduced in fp32.
     """
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.to(device)
+    mesh = init_device_mesh(device, (world_size,))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.model.layers:
         # Layers stay gathered between forward and backward: one all-gather less a step.
-        fully_shard(layer, mp_policy=policy, reshard_after_forward=False)
-    fully_shard(model, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
     return model
 
 
@@ -35,13 +38,21 @@ class TrainerActor:
     """A rank that knows nothing of weightdelta; `attach` finds ``self.model`` from outside."""
 
     def __init__(
-        self, *, rank: int, world_size: int, rendezvous: str, folder: str, lr: float
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        rendezvous: str,
+        folder: str,
+        lr: float,
+        device: str,
     ) -> None:
         torch.set_num_threads(1)  # ranks share the machine's cores
         store = dist.FileStore(rendezvous, world_size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
-        self.rank, self.world_size = rank, world_size
-        self.model = build(folder)
+        backend = "nccl" if device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
+        self.rank, self.world_size, self.device = rank, world_size, device
+        self.model = build(folder, device, world_size)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=lr, weight_decay=0.0, foreach=False
         )
@@ -54,7 +65,8 @@ class TrainerActor:
             batch: The whole batch, the same on every rank; its rows divide by ``world_size``.
         """
         started = time.perf_counter()
-        part = {k: torch.from_numpy(v[self.rank :: self.world_size]) for k, v in batch.items()}
+        mine = {k: torch.from_numpy(v[self.rank :: self.world_size]) for k, v in batch.items()}
+        part = {k: v.to(self.device) for k, v in mine.items()}
         loss = policy_loss(self.model, part)
         loss.backward()
         self.optimizer.step()
@@ -72,12 +84,21 @@ class TrainerActor:
         This is the independent truth that samplers are compared with: nothing in it comes from
         weightdelta. Tied weights are gathered once and given under each of their names.
         """
+        truth = {name: t.cpu().view(torch.uint16).numpy() for name, t in self._gathered().items()}
         tied = self.model.all_tied_weights_keys
-        truth = {}
+        truth |= {name: truth[source] for name, source in tied.items()}
+        return truth if self.rank == 0 else {}
+
+    def save_checkpoint(self, folder: str) -> None:
+        """Write the model as Transformers itself would, in bf16, on rank 0."""
+        whole = self._gathered()
+        if self.rank == 0:
+            self.model.save_pretrained(folder, state_dict=whole)
+
+    def _gathered(self) -> dict[str, torch.Tensor]:
+        tied, whole = self.model.all_tied_weights_keys, {}
         for name, tensor in self.model.state_dict().items():
             if name not in tied:
                 wire = tensor.detach().to(torch.bfloat16)
-                whole = wire.full_tensor() if isinstance(wire, DTensor) else wire
-                truth[name] = whole.view(torch.uint16).numpy()
-        truth |= {name: truth[source] for name, source in tied.items()}
-        return truth if self.rank == 0 else {}
+                whole[name] = wire.full_tensor() if isinstance(wire, DTensor) else wire
+        return whole

@@ -33,7 +33,7 @@ FILE = "model.safetensors"
 
 def save_base(folder: Path) -> Path:
     """A base checkpoint: whole numbers that bf16 holds exactly, and stay exact for 100 steps."""
-    shapes = {"a": (64,), "m": (40, 30), "s": (), "z": (64,)}
+    shapes = {"a": (64,), "m": (400, 100), "s": (), "z": (64,)}
     save_file({n: torch.full(s, 1.0).bfloat16() for n, s in shapes.items()}, str(folder / FILE))
     return folder
 

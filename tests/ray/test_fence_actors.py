@@ -106,7 +106,8 @@ def test_step_waits_for_a_capture_that_stands_half_way(
 ) -> None:
     """The caller did not wait for the step's result, as it must; and no version is torn."""
     handle = trainers(kind)[0]
-    group = attach([handle], config={"max_step_delay_s": LONG})
+    # "a" and "z" in frames of their own: the first is being compared when the second is looked up.
+    group = attach([handle], config={"max_step_delay_s": LONG, "frame_bytes": 64 * 1024})
     if not hooked:
         inside(handle, unhook)
     ray.get(handle.step.remote())

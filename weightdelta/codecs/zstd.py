@@ -5,9 +5,12 @@ declares another is refused before anything is allocated.
 """
 
 import threading
-from typing import Final
+from typing import Any, Final
 
+import numpy as np
+import numpy.typing as npt
 import zstandard
+from numpy.lib.stride_tricks import as_strided
 
 from weightdelta.errors import DamagedObject
 
@@ -91,3 +94,67 @@ def decompress(data: Data, *, size: int, where: str) -> bytes:
     if len(content) != size:
         raise _damaged(where, f"expected {size} bytes of content, found {len(content)}")
     return content
+
+
+def decompress_many(
+    data: npt.NDArray[np.uint8],
+    start: npt.NDArray[np.int64],
+    length: npt.NDArray[np.int64],
+    *,
+    sizes: npt.NDArray[np.int64],
+) -> npt.NDArray[np.uint8] | None:
+    """The contents of many frames, one after the other; None when one is damaged.
+
+    Their headers must have been checked. Releases the interpreter's lock once for all.
+
+    Args:
+        data: uint8, where they lie.
+        start: Where each begins.
+        length: Bytes of each.
+        sizes: Bytes of content of each, as its header says.
+    """
+    if not len(start):
+        return np.empty(0, np.uint8)
+    segments = np.stack([start, length], axis=1).astype("=u8").tobytes()
+    frames = zstandard.BufferWithSegments(data.data, segments)
+    try:
+        found = _contexts.decompressor.multi_decompress_to_buffer(
+            frames, decompressed_sizes=sizes.astype("=u8").tobytes(), threads=1
+        )
+    except zstandard.ZstdError:
+        return None
+    return _joined(found, sizes)
+
+
+def compress_many(
+    data: npt.NDArray[np.uint8], start: npt.NDArray[np.int64], length: npt.NDArray[np.int64]
+) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """Frames of many pieces of ``data``, one after the other, and the bytes of each.
+
+    They are those that :func:`compress` makes. Releases the interpreter's lock once for all.
+    """
+    if not len(start):
+        return np.empty(0, np.uint8), np.empty(0, np.int64)
+    segments = np.stack([start, length], axis=1).astype("=u8").tobytes()
+    found = _contexts.compressor.multi_compress_to_buffer(
+        zstandard.BufferWithSegments(data.data, segments), threads=1
+    )
+    sizes = np.fromiter((len(found[i]) for i in range(len(found))), np.int64, len(found))
+    return _joined(found, sizes), sizes
+
+
+def _joined(
+    found: "zstandard.BufferWithSegmentsCollection", sizes: npt.NDArray[np.int64]
+) -> npt.NDArray[np.uint8]:
+    """Segments of several buffers in one, buffer by buffer."""
+    out = np.empty(int(sizes.sum()), np.uint8)
+    ends = np.cumsum(sizes)
+    offsets = np.fromiter((found[i].offset for i in range(len(found))), np.int64, len(found))
+    # A segment starts a buffer unless it lies right behind the one before.
+    heads = np.flatnonzero(np.concatenate([[True], offsets[1:] != offsets[:-1] + sizes[:-1]]))
+    for first, last in zip(heads.tolist(), [*heads[1:].tolist(), len(sizes)], strict=True):
+        low, high = int(ends[first] - sizes[first]), int(ends[last - 1])
+        # The segment's buffer goes on behind it with those that follow.
+        segment: Any = found[first]
+        out[low:high] = as_strided(np.frombuffer(segment, np.uint8), (high - low,))
+    return out

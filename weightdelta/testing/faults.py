@@ -16,7 +16,7 @@ import errno
 import os
 import signal
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeVar, get_args
 
@@ -137,7 +137,7 @@ class _FaultBackend:
         data = self._do("read", fault, lambda: self.inner.read(name, start=start, end=end))
         return data[: len(data) // 2] if fault == "cut" else data
 
-    def put(self, name: str, parts: Sequence[Buffer], *, durable: bool, live: Live) -> None:
+    def put(self, name: str, parts: Iterable[Buffer], *, durable: bool, live: Live) -> None:
         op: Op = "write" if durable else "hint"
         fault = self._next(op, name)
         if fault == "cut":

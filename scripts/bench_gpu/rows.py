@@ -1,0 +1,76 @@
+"""What a section of the bench hands back, how it is timed, and how it is shown."""
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure.
+
+    Attributes:
+        section: The part of the bench.
+        name: What was done, to what.
+        seconds: Median of the repeats.
+        moved: Bytes that the figure's rate counts.
+        fraction: Of the limit named in ``limit``: 1 is the limit reached.
+        limit: What bounds it.
+        goal: The fraction to reach, as a comparison (">= 0.90", "<= 8 ms"); "" where none is set.
+        met: Whether it was; None without a goal.
+        details: Anything else worth keeping.
+    """
+
+    section: str
+    name: str
+    seconds: float
+    moved: int
+    fraction: float | None = None
+    limit: str = ""
+    goal: str = ""
+    met: bool | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second."""
+        return self.moved / self.seconds
+
+
+def median_seconds(
+    work: Callable[[], object],
+    *,
+    repeats: int = 9,
+    warm: int = 2,
+    before: Callable[[], object] = lambda: None,
+) -> tuple[float, float]:
+    """Median and worst time of ``work`` between two events; ``before`` is not timed."""
+    times = []
+    for i in range(warm + repeats):
+        before()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        if i >= warm:
+            times.append(begin.elapsed_time(end) / 1e3)
+    return statistics.median(times), max(times)
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A table for people."""
+    lines = [
+        "| section | what | time | rate | of the limit | goal | met |",
+        "| --- | --- | ---: | ---: | --- | --- | --- |",
+    ]
+    for r in rows:
+        part = "" if r.fraction is None else f"{r.fraction:.2f} of {r.limit}"
+        met = {None: "", True: "yes", False: "**no**"}[r.met]
+        time = f"{r.seconds * 1e3:.3f} ms"
+        rate = f"{r.rate / 1e9:.0f} GB/s" if r.moved else ""
+        lines.append(f"| {r.section} | {r.name} | {time} | {rate} | {part} | {r.goal} | {met} |")
+    return "\n".join(lines)

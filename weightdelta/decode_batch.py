@@ -1,0 +1,144 @@
+"""Fetched frames to planes, many at a time, on all threads."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+
+from weightdelta.chunk_table import ChunkTable, part
+from weightdelta.codecs.batch import decode_frames
+from weightdelta.codecs.names import DEFAULT
+from weightdelta.codecs.registry import decode_frame
+from weightdelta.fetch import Fetched
+from weightdelta.kernels.planes import GAP_FACTOR, Chunks, Planes
+
+#: Frames, encoded bytes and bytes of values that one task takes on at most, or one frame.
+_FRAMES: Final = 64
+_ENCODED: Final = 4 << 20
+_VALUES: Final = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Decoded:
+    """What changed in some frames of a table, ascending, of one element width."""
+
+    frames: tuple[int, ...]
+    planes: Planes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the planes."""
+        p = self.planes
+        return p.counts.nbytes + p.gaps.nbytes + p.bitmap.nbytes + p.values.nbytes
+
+    def split(self, table: ChunkTable) -> "Iterator[Decoded]":
+        """The frames one by one."""
+        if len(self.frames) == 1:
+            yield self
+            return
+        p, chunks = self.planes, _chunks(table, self.frames)
+        k, n = p.counts.astype(np.int64), chunks.length
+        sparse = (GAP_FACTOR * k < n) & (k < n)
+        sizes = (np.where(sparse, k, 0), np.where(~sparse & (k < n), (n + 7) // 8, 0), k)
+        bounds = _bounds(table, self.frames)
+        gap, bit, value = (np.concatenate([[0], np.cumsum(s)])[bounds] for s in sizes)
+        for i, frame in enumerate(self.frames):
+            yield Decoded(
+                (frame,),
+                Planes(
+                    p.counts[bounds[i] : bounds[i + 1]],
+                    p.gaps[gap[i] : gap[i + 1]],
+                    p.bitmap[bit[i] : bit[i + 1]],
+                    p.values[value[i] : value[i + 1]],
+                ),
+            )
+
+
+def decode_all(fetched: Fetched, table: ChunkTable, *, pool: Executor) -> Iterator[Decoded]:
+    """Planes of the fetched frames, in order.
+
+    Raises:
+        DamagedObject: A frame cannot be what the index names.
+    """
+
+    def one(group: Sequence[tuple[int, memoryview]]) -> list[Decoded]:
+        return _decode(fetched, table, group)
+
+    for found in pool.map(one, _groups(fetched, table)):
+        yield from found
+
+
+def _groups(fetched: Fetched, table: ChunkTable) -> list[list[tuple[int, memoryview]]]:
+    """Frames that lie in one piece of memory and have one width, a task's worth each."""
+    changed, width = fetched.delta.index.changed.tolist(), table.width.tolist()
+    groups: list[list[tuple[int, memoryview]]] = []
+    encoded = values = 0
+    for frame, data in fetched.frames:
+        encoded += len(data)
+        values += changed[frame] * width[frame]
+        last = groups[-1] if groups else []
+        if (
+            not last
+            or last[0][1].obj is not data.obj
+            or width[last[0][0]] != width[frame]
+            or len(last) == _FRAMES
+            or encoded > _ENCODED
+            or values > _VALUES
+        ):
+            groups.append([])
+            encoded, values = len(data), changed[frame] * width[frame]
+        groups[-1].append((frame, data))
+    return groups
+
+
+def _decode(
+    fetched: Fetched, table: ChunkTable, group: Sequence[tuple[int, memoryview]]
+) -> list[Decoded]:
+    frames = tuple(frame for frame, _ in group)
+    index = fetched.delta.index
+    if len(frames) > 1 and all(index.codec_of(frame) == DEFAULT for frame in frames):
+        whole: Any = group[0][1].obj
+        data = np.frombuffer(whole, np.uint8)
+        begin = np.frombuffer(group[0][1], np.uint8).ctypes.data - data.ctypes.data
+        at = np.array(frames)
+        planes = decode_frames(
+            data,
+            index.offsets[at] - index.offsets[frames[0]] + begin,
+            index.sizes[at],
+            chunks=_chunks(table, frames),
+            bounds=_bounds(table, frames),
+            width=int(table.width[frames[0]]),
+            values=fetched.delta.entry.values,
+        )
+        if planes is not None:
+            return [Decoded(frames, planes)]
+    return [_single(fetched, table, frame, data) for frame, data in group]
+
+
+def _single(fetched: Fetched, table: ChunkTable, frame: int, data: memoryview) -> Decoded:
+    delta = fetched.delta
+    planes = decode_frame(
+        data,
+        delta.index.sizes_of(frame),
+        codec=delta.index.codec_of(frame),
+        chunks=table.frame(frame),
+        width=int(table.width[frame]),
+        values=delta.entry.values,
+        where=delta.where(frame),
+    )
+    return Decoded((frame,), planes)
+
+
+def _chunks(table: ChunkTable, frames: Sequence[int]) -> Chunks:
+    """The chunks of some frames, one after the other."""
+    if frames[-1] - frames[0] + 1 == len(frames):
+        return part(table.chunks, int(table.bounds[frames[0]]), int(table.bounds[frames[-1] + 1]))
+    parts = [table.frame(frame) for frame in frames]
+    return Chunks(*(np.concatenate([getattr(c, n) for c in parts]) for n in Chunks.__slots__))
+
+
+def _bounds(table: ChunkTable, frames: Sequence[int]) -> np.ndarray[tuple[int], np.dtype[np.int64]]:
+    at = np.array(frames)
+    return np.concatenate([[0], np.cumsum(table.bounds[at + 1] - table.bounds[at])])

@@ -1,0 +1,163 @@
+"""Compare and compact in Triton: two windows become planes.
+
+The work is cut into *units*, a few to a chunk. One warp reads a unit's old and new bytes as
+aligned 64-bit *lanes*, tile after tile:
+
+1. ``scan`` XORs a tile and leaves it at once when nothing differs. Lanes that differ go, in
+   order, to a small buffer of the program's own, which stays in cache; when it fills up they are
+   taken apart into elements, whose positions, old and new values go to the unit's row of scratch.
+2. ``forms`` and one prefix sum over the chunks say where everything belongs.
+3. ``_pack`` turns rows of scratch into gaps, values and digest changes. Its cost follows what
+   changed. ``bitmaps`` reads chunks in that form once more.
+4. Chunks that had more changes in some unit than its row has room for *spill*: ``direct`` reads
+   their bytes once more and needs no scratch at any density.
+
+Where the two windows lie differently within 8 bytes, a lane is one element.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+import triton
+import triton.language as tl
+from triton.language import tensor
+
+from weightdelta.kernels.device import DeviceChunks, DevicePlanes
+from weightdelta.kernels.triton_digest import h_change, on, programs, stable, terms
+from weightdelta.kernels.triton_direct import bitmaps, direct
+from weightdelta.kernels.triton_scan import Units, scan
+from weightdelta.kernels.triton_units import GAPS, SPILLS, VALUES, Totals, begin_of, forms
+
+#: Changes that a program of ``_pack`` takes at a time, and its warps, when chunks have few changes
+#: and when they have more.
+_PACK: Final = ((128, 1), (512, 4))
+
+
+@triton.jit
+def _entry(j: tensor, tally: tensor, capacity: tensor, per_chunk: tl.constexpr) -> tensor:
+    """Place in a chunk's rows of scratch of its change number ``j``, in order."""
+    u = tl.zeros(j.shape, tl.int32)
+    base = tl.zeros(j.shape, tl.int32)
+    total = 0
+    for s in tl.static_range(per_chunk - 1):
+        total += tl.load(tally + s)
+        later = j >= total
+        u += later.to(tl.int32)
+        base = tl.where(later, total, base)
+    return u * capacity + j - base
+
+
+@stable("chunks", "capacity")
+def _pack(
+    tally: tensor, position: tensor, pairs: tensor, counts: tensor, sizes: tensor,
+    ends: tensor,
+    length: tensor, key: tensor, skip: tensor, run: tensor, stride: tensor, chunks: tensor,
+    capacity: tensor,
+    gaps: tensor, values: tensor, change: tensor,
+    width: tl.constexpr, xor: tl.constexpr, digest: tl.constexpr, per_chunk: tl.constexpr,
+    block: tl.constexpr,
+) -> None:  # fmt: skip
+    for piece in range(tl.program_id(0), chunks, tl.num_programs(0)):
+        c = tl.cast(piece, tl.int32)
+        k = tl.load(counts + c)
+        sums = tl.zeros((block,), tl.int64)
+        if (k > 0) & (tl.load(sizes + SPILLS * chunks + c) == 0):
+            in_gaps = tl.load(sizes + GAPS * chunks + c) > 0
+            gap = gaps + begin_of(ends, sizes, c, chunks, GAPS)
+            value = values + begin_of(ends, sizes, c, chunks, VALUES)
+            n = tl.load(length + c)
+            row = c.to(tl.int64) * per_chunk * capacity
+            for i in range(0, k, block):
+                j = i + tl.arange(0, block)
+                inside = j < k
+                at = row + _entry(j, tally + c * per_chunk, capacity, per_chunk)
+                p = tl.load(position + at, mask=inside, other=0).to(tl.int32) & 0xFFFF
+                behind = row + _entry(j - 1, tally + c * per_chunk, capacity, per_chunk)
+                q = tl.load(position + behind, mask=inside & (j > 0), other=0)
+                q = tl.where(j > 0, q.to(tl.int32) & 0xFFFF, -1)
+                old = tl.load(pairs + 2 * at, mask=inside, other=0)
+                new = tl.load(pairs + 2 * at + 1, mask=inside, other=0)
+                tl.store(gap + j, (p - q - 1).to(tl.int16), mask=inside & in_gaps)
+                tl.store(value + j, (new ^ old) if xor else (new - old), mask=inside)
+                if digest:
+                    term = terms(
+                        p, n, tl.load(key + c), tl.load(skip + c), tl.load(run + c),
+                        tl.load(stride + c),
+                    )  # fmt: skip
+                    sums += tl.where(inside, h_change(term, old, new, width), 0)
+        tl.store(change + c, tl.sum(sums, 0))
+
+
+@dataclass(frozen=True, slots=True)
+class Encoding:
+    """An encode in flight: compared, but its planes not packed yet.
+
+    A pipeline begins the next window before it finishes this one, so that the device has work
+    while the host waits for the sizes. ``old`` and ``new`` must not change until then.
+    """
+
+    old: torch.Tensor
+    new: torch.Tensor
+    chunks: DeviceChunks
+    units: Units
+    counts: torch.Tensor
+    sizes: torch.Tensor
+    ends: torch.Tensor
+    totals: Totals
+
+    def finish(self, *, xor: bool, digest: bool = True) -> tuple[DevicePlanes, torch.Tensor]:
+        """Wait for the sizes, then pack; without ``digest`` the digest changes are zeros."""
+        gaps, bits, values, spills = self.totals.wait()
+        device = self.old.device
+        change = torch.empty(len(self.chunks), dtype=torch.int64, device=device)
+        planes = DevicePlanes(
+            self.counts,
+            torch.empty(gaps, dtype=torch.int16, device=device),
+            torch.empty(bits, dtype=torch.uint8, device=device),
+            torch.empty(values, dtype=self.old.dtype, device=device),
+        )
+        with on(self.old):
+            if len(self.chunks):
+                self._pack(planes, change, xor=xor, digest=digest)
+            if bits:
+                bitmaps(
+                    self.old, self.new, chunks=self.chunks, bitmap=planes.bitmap,
+                    sizes=self.sizes, ends=self.ends,
+                )  # fmt: skip
+            if spills:
+                direct(
+                    self.old, self.new, chunks=self.chunks, planes=planes, tally=self.units.tally,
+                    sizes=self.sizes, ends=self.ends, change=change,
+                    misaligned=self.units.misaligned, lane=self.units.lane, unit=self.units.lanes,
+                    xor=xor, digest=digest,
+                )  # fmt: skip
+        return planes, change
+
+    def _pack(self, planes: DevicePlanes, change: torch.Tensor, *, xor: bool, digest: bool) -> None:
+        units, chunks = self.units, self.chunks
+        block, warps = _PACK[len(planes.values) > 2 * _PACK[0][0] * len(chunks)]
+        _pack[programs(change, len(chunks), each=64)](
+            units.tally, units.position, units.pairs, self.counts, self.sizes, self.ends,
+            chunks.length, chunks.key, chunks.skip, chunks.run, chunks.stride,
+            len(chunks), units.capacity, planes.gaps, planes.values, change,
+            width=units.width, xor=xor, digest=digest, per_chunk=units.per_chunk, block=block,
+            num_warps=warps,
+        )  # fmt: skip
+
+
+def begin_encode(old: torch.Tensor, new: torch.Tensor, *, chunks: DeviceChunks) -> Encoding:
+    """Compare two windows; asynchronous. ``Encoding.finish`` gives what ``encode`` gives."""
+    with on(old):
+        units = Units.of(old, new, chunks=len(chunks))
+        if len(units.tally):
+            scan(old, new, chunks, units)
+        counts, sizes, ends = forms(units.tally, chunks, capacity=units.capacity)
+        return Encoding(old, new, chunks, units, counts, sizes, ends, Totals.of(ends))
+
+
+def encode(
+    old: torch.Tensor, new: torch.Tensor, *, chunks: DeviceChunks, xor: bool
+) -> tuple[DevicePlanes, torch.Tensor]:
+    """See ``DeviceOps.encode``."""
+    return begin_encode(old, new, chunks=chunks).finish(xor=xor)

@@ -1,0 +1,181 @@
+"""What one device holds of a receiver's weights, and where every chunk of a plan lies there."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import numpy as np
+import torch
+
+from weightdelta.chunk_table import ChunkTable, part
+from weightdelta.config import DeviceConfig
+from weightdelta.device_memory import HostBuffer, Lane, on_device
+from weightdelta.kernels.device import DeviceChunks, Placed, device_ops
+from weightdelta.layout import Layout
+from weightdelta.placement import Resident
+from weightdelta.sharding.explicit import I64
+
+Ints = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
+
+#: Tables kept: of the run's plan, of a plan before it, and of whole tensors.
+_TABLES: Final = 3
+#: Slots that streamed lists pass through.
+SLOTS: Final = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The chunks of consecutive frames of one element width.
+
+    Attributes:
+        tensor: int64 [chunks], on the host, the tensor that each is of.
+    """
+
+    chunks: DeviceChunks
+    placed: Placed
+    width: int
+    tensor: I64
+
+
+@dataclass(frozen=True, slots=True)
+class SiteTable:
+    """A table of chunks on the host and on the device, with their places."""
+
+    host: ChunkTable
+    chunks: DeviceChunks
+    placed: Placed
+
+    def window(self, first: int, last: int) -> Window:
+        """The chunks of frames ``first`` to ``last``, both included."""
+        low, high = int(self.host.bounds[first]), int(self.host.bounds[last + 1])
+        cut = slice(low, high)
+        on, at = self.chunks, self.placed
+        chunks = DeviceChunks(
+            part(self.host.chunks, low, high),
+            on.start[cut],
+            on.length[cut],
+            on.key[cut],
+            on.skip[cut],
+            on.run[cut],
+            on.stride[cut],
+        )
+        placed = Placed(
+            at.address[cut],
+            at.first[cut],
+            at.tensor[cut],
+            None if at.box is None else at.box[cut],
+            at.boxes,
+        )
+        return Window(chunks, placed, int(self.host.width[first]), self.host.tensor[cut])
+
+
+class Site:
+    """The residents of one device, and what preparations there share.
+
+    Attributes:
+        low: Lane of preparations, beside a model that serves.
+        pause: Lane of what happens while it stands still, and ``link`` of copies in a pause.
+        landing: Pinned memory that planes pass through.
+        slots: Device memory that streamed lists pass through in a pause.
+    """
+
+    def __init__(
+        self,
+        residents: Sequence[Resident],
+        *,
+        device: torch.device,
+        layout: Layout,
+        config: DeviceConfig,
+    ) -> None:
+        self.device = device
+        self.residents = {r.tensor: r for r in residents}
+        self.layout = layout
+        self.config = config
+        self.ops = device_ops(device)
+        self.low, self.pause, self.link = Lane(device, low=True), Lane(device), Lane(device)
+        self.landing = [HostBuffer(device) for _ in range(2)]
+        self.slots: list[torch.Tensor] = []
+        self._tables: dict[object, SiteTable] = {}
+        # Whole tensors in this order keep equal widths together.
+        self.order = sorted(self.residents, key=lambda t: (layout.tensors[t].width, t))
+
+    def table(self, key: object, host: ChunkTable) -> SiteTable:
+        """A table's counterpart here, made once for each ``key``."""
+        if key not in self._tables:
+            with on_device(self.device, doing="prepare"), self.low:
+                while len(self._tables) >= _TABLES:
+                    del self._tables[next(iter(self._tables))]
+                chunks = DeviceChunks.of(host.chunks, device=self.device)
+                self._tables[key] = SiteTable(host, chunks, self._place(host))
+                self.low.wait()
+        return self._tables[key]
+
+    def host_table(self, key: object) -> ChunkTable | None:
+        """The host's part of a table that was made before."""
+        found = self._tables.get(key)
+        return found.host if found else None
+
+    def reserve(self, size: int) -> None:
+        """Have two slots of at least ``size`` bytes."""
+        if not self.slots or len(self.slots[0]) < size:
+            self.slots = []
+            self.slots = [
+                torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)
+            ]
+
+    def release(self) -> None:
+        """Give back what preparations share; the next one takes it anew."""
+        self.slots = []
+        self.landing = [HostBuffer(self.device) for _ in range(2)]
+        self._tables.clear()
+
+    @property
+    def slot_bytes(self) -> int:
+        """Device memory of the slots."""
+        return sum(len(slot) for slot in self.slots)
+
+    def _place(self, host: ChunkTable) -> Placed:
+        count = len(self.layout.tensors)
+        address, box = np.zeros(count, np.int64), np.zeros(count, np.int32)
+        rows = [self._nowhere()]
+        for tensor, resident in self.residents.items():
+            address[tensor], box[tensor] = resident.address, -1
+            if not resident.source.is_contiguous():
+                box[tensor] = len(rows)
+                rows.append(_box(resident))
+        boxed = bool((box[host.tensor] >= 0).any())
+
+        def up(column: Ints) -> torch.Tensor:
+            return torch.from_numpy(np.ascontiguousarray(column)).to(self.device)
+
+        return Placed(
+            up(address[host.tensor]),
+            up(host.first),
+            up(host.tensor.astype(np.int32)),
+            up(box[host.tensor]) if boxed else None,
+            up(_stacked(rows)) if boxed else None,
+        )
+
+    @staticmethod
+    def _nowhere() -> list[list[int]]:
+        """The box of a tensor that is not here: it holds nothing."""
+        return [[1 << 60], [0], [0], [0]]
+
+
+def _box(resident: Resident) -> list[list[int]]:
+    """Extent, offset, shape and stride of a whole tensor with strides of its own."""
+    shape = list(resident.spec.extent)
+    return [shape, [0] * len(shape), shape, list(resident.source.stride())]
+
+
+def _stacked(rows: Sequence[list[list[int]]]) -> Ints:
+    """int64 [rows, 4, dims], padded in front with dimensions of one element."""
+    dims = max(len(row[0]) for row in rows)
+    fill = (1, 0, 1, 0)
+    return np.array(
+        [
+            [[pad] * (dims - len(axis)) + axis for pad, axis in zip(fill, row, strict=True)]
+            for row in rows
+        ],
+        np.int64,
+    )
