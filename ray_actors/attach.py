@@ -2,7 +2,7 @@
 
 import secrets
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, wait
 from pathlib import Path
 from typing import Any
@@ -271,11 +271,13 @@ def attach(
 
 def _check(trainers: Sequence[Any], store: str, config: Config) -> None:
     """Refuse before any actor is started what no actor could use."""
-    handles: list[Any] = list(trainers) if hasattr(trainers, "__len__") else [trainers]
+    given: Any = trainers
+    handles = list(given) if isinstance(given, Collection) else []
     if not handles or not all(isinstance(h, ActorHandle) for h in handles):
+        found = ", ".join(sorted({type(h).__name__ for h in handles})) or type(given).__name__
         raise InputError(
             "attach: expected a list of Ray actor handles, in rank order, found "
-            + (", ".join(sorted({type(h).__name__ for h in handles})) or "an empty list")
+            + ("an empty list" if given == [] else found)
         )
     Store.of(store, config=config)
 

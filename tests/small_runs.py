@@ -146,8 +146,8 @@ class SmallRun:
             if isinstance(item, WeightDeltaError):
                 uploaded.set_exception(item)
                 return Outcome(write_id, error=item)
-            if item.parts:
-                self.store.write(data_name(write_id, item.receipt.rank), item.parts)
+            if parts := list(item.parts):
+                self.store.write(data_name(write_id, item.receipt.rank), parts)
             try:
                 with lock:
                     if self.writer.add(self.tamper(item.receipt)):

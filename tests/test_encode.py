@@ -1,8 +1,10 @@
 """Encoded frames, digests by tensor, and the entropy bound against counting by hand."""
 
 import math
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from ranks import POOL, Rank, Weights, clone, content, job_for, save, wire
 
 from weightdelta.codecs import sparse
 from weightdelta.config import Config
-from weightdelta.encode import Histogram, bound_bytes, encode, histogram, tensor_digests
+from weightdelta.encode import Encoding, Histogram, bound_bytes, encode, histogram, tensor_digests
 
 WIDTHS = (1, 2, 4, 8)
 
@@ -161,3 +163,18 @@ def test_frames_are_hashed_sized_and_in_order(values: str, tmp_path: Path) -> No
         assert again.values.tolist() == item.planes.values.tolist()
     rank.baseline.advance(frames, version=1)
     assert content([rank.baseline])["a"].tolist() == wire(new, rank.job.layout)["a"].tolist()
+
+
+def test_nobody_waits_for_frames_that_a_pool_will_not_encode(tmp_path: Path) -> None:
+    """A session that closes drops what has not begun."""
+    live = {"w": torch.arange(64, dtype=torch.bfloat16)}
+    rank = Rank(job_for(live, save(tmp_path, clone({"w": live["w"] * 0}))))
+    planes = rank.capture(live)
+    gate, pool = threading.Event(), ThreadPoolExecutor(1)
+    pool.submit(gate.wait, 60)
+    encoding = Encoding(baseline=rank.baseline, pool=pool, config=rank.job.config)
+    (coming,) = encoding.coming(planes)
+    pool.shutdown(wait=False, cancel_futures=True)
+    with pytest.raises(CancelledError):
+        coming.result(10)
+    gate.set()

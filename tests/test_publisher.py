@@ -16,6 +16,7 @@ import weightdelta as wd
 from weightdelta.base import Base
 from weightdelta.errors import (
     Busy,
+    CommitInDoubt,
     ConfigError,
     InputError,
     LayoutMismatch,
@@ -264,6 +265,25 @@ def test_an_entry_in_doubt_is_settled_when_the_store_comes_back(base: Base, faul
         assert publication.wait().version == 1
         assert not skipped.wait().committed
         assert publisher.publish().wait().version == 2
+    assert _whole(store, base) == []
+
+
+@pytest.mark.fault
+def test_closing_ends_what_is_in_doubt_and_the_next_writer_settles_it(base: Base) -> None:
+    """A store that is gone for good must not keep the process from exiting."""
+    model, store = Model(), FaultStore(_memory())
+    with _publisher(store, model, base) as publisher:
+        store.plan = Plan("after", forever=True, ops=frozenset({"create"}))
+        _step(model, 1)
+        publication = publisher.publish()
+        while store.fired < 2:
+            time.sleep(0.001)
+        store.plan = Plan("before", forever=True)
+    with pytest.raises(CommitInDoubt):
+        publication.wait(10)
+    store.plan = None
+    with _publisher(store, model, base) as publisher:
+        assert publisher.publish().wait().changed == 0, "it had been written all the same"
     assert _whole(store, base) == []
 
 

@@ -73,8 +73,8 @@ class Group:
         """Upload, hand in the receipt, wait for the others, commit."""
         assert isinstance(item, Payload)
         write_id = item.receipt.write_id
-        if item.parts:
-            self._store.write(data_name(write_id, rank), item.parts)
+        if parts := list(item.parts):
+            self._store.write(data_name(write_id, rank), parts)
         with self._lock:
             self.writer.add(item.receipt)
         self._met.wait()

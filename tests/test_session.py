@@ -60,7 +60,7 @@ class Run:
         if isinstance(item, WeightDeltaError):
             self.errors.append(item)
             return Outcome(write_id, error=item)
-        self.store.write(data_name(write_id, 0), item.parts)
+        self.store.write(data_name(write_id, 0), list(item.parts))
         self.receipts.append(item.receipt)
         self.writer.begin(write_id, step=None)
         self.writer.add(item.receipt)

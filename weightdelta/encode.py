@@ -46,7 +46,8 @@ class Encoding:
         for group in _groups([i for i in items if i.frame not in self._jobs], self._baseline):
             jobs = [Future[EncodedFrame]() for _ in group]
             self._jobs.update((item.frame, job) for item, job in zip(group, jobs, strict=True))
-            self._pool.submit(_settle, jobs, partial(self._encode, group))
+            task = self._pool.submit(_settle, jobs, partial(self._encode, group))
+            task.add_done_callback(partial(_drop, jobs))
 
     def _encode(self, group: Sequence["FramePlanes"]) -> list[EncodedFrame]:
         return _encode(group, self._baseline, self._config)
@@ -88,6 +89,14 @@ def _groups(items: Sequence["FramePlanes"], baseline: Baseline) -> "list[list[Fr
             size = item.planes.values.nbytes
         groups[-1].append(item)
     return groups
+
+
+def _drop(jobs: "Sequence[Future[EncodedFrame]]", task: "Future[None]") -> None:
+    """Leave nobody waiting for frames whose task never ran: the pool was shut down."""
+    if task.cancelled():
+        for job in jobs:
+            if job.cancel():
+                job.set_running_or_notify_cancel()
 
 
 def _settle(jobs: "Sequence[Future[EncodedFrame]]", work: Callable[[], list[EncodedFrame]]) -> None:

@@ -27,7 +27,8 @@ from weightdelta.errors import WeightDeltaError
 LONG = 60.0
 #: What a broken fence is given to show itself [s].
 MOMENT = 0.3
-SETTINGS: dict[str, Any] = {"store": {"fsync": False}}
+#: A rank's first publication compiles its kernels; that must not cost the one behind it its turn.
+SETTINGS: dict[str, Any] = {"store": {"fsync": False}, "busy_wait_s": 10.0}
 FILE = "model.safetensors"
 
 

@@ -228,6 +228,46 @@ def test_layout_mismatch_reaches_the_driver_by_name_and_leaves_nothing(
     assert [inside(h, hooks) for h in handles] == [0, 0]
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"trainers": []}, "found an empty list"),
+        ({"trainers": ["rank 0", 1]}, "found int, str"),
+        ({"trainers": "one"}, "found ActorHandle"),
+        ({"state": None}, "actors of class Trainer need state="),
+        ({"state": lambda self: self.no_such_model}, "state= raised AttributeError"),
+    ],
+)
+def test_what_cannot_be_attached_is_named_and_nothing_is_left(
+    trainers: Any, attach: Any, given: dict[str, Any], message: str
+) -> None:
+    handles = trainers("sync")
+    before = actors()
+    found = given.pop("trainers", handles)
+    with pytest.raises(InputError, match=message):
+        attach(handles[0] if found == "one" else found, **given)
+    assert [inside(h, hooks) for h in handles] == [0, 0]
+    until(lambda: actors() == before)
+
+
+def test_an_interrupt_between_begin_and_capture_does_not_block_the_next(
+    trainers: Any, attach: Any, store: str, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handles = trainers("sync")
+    group = attach(handles)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(group, "_capture", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            group.publish(step=1)
+    step_all(handles)
+    assert group.publish(step=1).wait(LONG).version == 1
+    assert levels(read(store, base)) == {1}
+
+
 def test_unusable_store_is_a_typed_error_and_leaves_nothing(
     trainers: Any, attach: Any, tmp_path: Path
 ) -> None:
