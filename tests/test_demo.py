@@ -12,6 +12,7 @@ import weightdelta as wd
 from demo_rl.generate import sample
 from demo_rl.loss import advantages, policy_loss
 from demo_rl.models import checkpoint
+from demo_rl.precision import widen
 from demo_rl.task import TASKS, Question
 
 
@@ -50,6 +51,18 @@ def test_prompts_are_deterministic_and_equally_long(folder: Path) -> None:
 )
 def test_sums_reward(text: str, reward: float) -> None:
     assert TASKS["smollm2"].reward(Question("40+2", "42"), text) == reward
+
+
+def test_wide_layers_keep_their_weights_and_compute_the_same(folder: Path, model: Any) -> None:
+    wide: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    widen(wide)
+    tokens = torch.randint(2, 96, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        found, expected = wide(tokens).logits, model(tokens).logits
+    assert found.dtype == torch.bfloat16
+    assert torch.allclose(found.float(), expected.float(), atol=0.05, rtol=0.05)
+    state = model.state_dict()
+    assert all(torch.equal(t, state[n]) for n, t in wide.state_dict().items())
 
 
 def test_advantages_compare_within_a_group() -> None:

@@ -34,19 +34,25 @@ def start_ray(device: str) -> None:
     )
 
 
-def start_trainers(ranks: int, *, folder: Path, lr: float, device: str) -> list[Any]:
+def start_trainers(ranks: int, *, folder: Path, lr: float, device: str, bf16: bool) -> list[Any]:
     """``ranks`` FSDP2 ranks over gloo, or NCCL on a GPU, which meet through a file."""
     rendezvous = tempfile.mktemp(prefix="weightdelta-")  # noqa: S306  created by the ranks
     remote = TrainerActor.options(num_cpus=0.25, num_gpus=_share(device))
-    common = {"rendezvous": rendezvous, "folder": str(folder), "lr": lr, "device": device}
-    return [remote.remote(rank=rank, world_size=ranks, **common) for rank in range(ranks)]
+    common = {"rendezvous": rendezvous, "folder": str(folder), "device": device, "bf16": bf16}
+    return [remote.remote(rank=rank, world_size=ranks, lr=lr, **common) for rank in range(ranks)]
 
 
-def start_sampler(kind: str, *, folder: Path, seed: int, device: str) -> Any:
+def start_sampler(kind: str, *, folder: Path, seed: int, device: str, bf16: bool) -> Any:
     """One sampler, which starts to generate at once from the base checkpoint."""
     prompts, group = SHAPES[kind]
     return SamplerActor.options(num_cpus=0.25, num_gpus=_share(device)).remote(
-        kind=kind, folder=str(folder), seed=seed, prompts=prompts, group=group, device=device
+        kind=kind,
+        folder=str(folder),
+        seed=seed,
+        prompts=prompts,
+        group=group,
+        device=device,
+        bf16=bf16,
     )
 
 

@@ -12,6 +12,7 @@ import ray
 
 import weightdelta as wd
 from demo_rl.job import RATES, collect, start_ray, start_sampler, start_trainers
+from demo_rl.precision import is_bf16_fast
 from weightdelta.codecs.names import Codec, takes
 from weightdelta.errors import RetryError
 from weightdelta.log import Log
@@ -58,8 +59,13 @@ class Run:
     def start(self) -> None:
         """Start Ray, trainers and all samplers but the late one; attach."""
         start_ray(self.device)
+        self.bf16 = is_bf16_fast(self.device)
         self.trainers = start_trainers(
-            self.ranks, folder=self.base, lr=self.lr or RATES[self.model], device=self.device
+            self.ranks,
+            folder=self.base,
+            lr=self.lr or RATES[self.model],
+            device=self.device,
+            bf16=self.bf16,
         )
         self.live = [self._sampler(i) for i in range(self.samplers - 1)]
         started = time.monotonic()
@@ -141,7 +147,9 @@ class Run:
         return bool(self.rows) and not self.wrong and all(row.compared for row in self.rows)
 
     def _sampler(self, number: int) -> Any:
-        return start_sampler(self.model, device=self.device, folder=self.base, seed=number)
+        return start_sampler(
+            self.model, device=self.device, folder=self.base, seed=number, bf16=self.bf16
+        )
 
     def _join(self, sampler: Any) -> None:
         """Attach a sampler, which holds the base checkpoint, and bring it to the newest version."""

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import weightdelta as wd
 from demo_rl.generate import sample
 from demo_rl.loss import advantages
+from demo_rl.precision import widen
 from demo_rl.task import TASKS
 from weightdelta.errors import RetryError
 
@@ -32,13 +33,23 @@ class SamplerActor:
     """A policy in bf16 that answers questions from its own stream in a background thread."""
 
     def __init__(
-        self, *, kind: str, folder: str, seed: int, prompts: int, group: int, device: str
+        self,
+        *,
+        kind: str,
+        folder: str,
+        seed: int,
+        prompts: int,
+        group: int,
+        device: str,
+        bf16: bool,
     ) -> None:
         torch.set_num_threads(1)  # actors share the machine's cores
         self.task, self.seed = TASKS[kind], seed
         self.prompts, self.group = prompts, group
         self.model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
         self.model.to(device)
+        if not bf16:
+            widen(self.model)
         self.device = device
         self.tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self.engine = wd.TransformersEngine(self.model)

@@ -16,16 +16,17 @@ from transformers import AutoModelForCausalLM
 from demo_rl.loss import Batch, policy_loss
 
 
-def build(folder: str, device: str, world_size: int) -> Any:
+def build(folder: str, device: str, world_size: int, *, bf16: bool) -> Any:
     """Load a checkpoint into fp32 and shard it: each layer, then the rest.
 
-    Computation runs in bf16, as on a GPU, which here also takes half the memory and less time;
-    gradients are reduced in fp32.
+    Computation runs in bf16 where the machine is fast at it; gradients are reduced in fp32.
     """
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.to(device)
     mesh = init_device_mesh(device, (world_size,))
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16 if bf16 else None, reduce_dtype=torch.float32
+    )
     for layer in model.model.layers:
         # Layers stay gathered between forward and backward: one all-gather less a step.
         fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
@@ -46,13 +47,14 @@ class TrainerActor:
         folder: str,
         lr: float,
         device: str,
+        bf16: bool,
     ) -> None:
         torch.set_num_threads(1)  # ranks share the machine's cores
         store = dist.FileStore(rendezvous, world_size)
         backend = "nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         self.rank, self.world_size, self.device = rank, world_size, device
-        self.model = build(folder, device, world_size)
+        self.model = build(folder, device, world_size, bf16=bf16)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=lr, weight_decay=0.0, foreach=False
         )
