@@ -5,7 +5,8 @@ import queue
 import sys
 import threading
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,20 @@ OUTAGE_S = 300.0
 #: The lowest priority; Ray's workers run at 15, so anything less would push ahead of trainers.
 NICE = 19
 
+T = TypeVar("T")
 Arrays = dict[str, npt.NDArray[Any]]
+
+
+def _sit_out(call: Callable[[], T]) -> T:
+    """Do it again for as long as the store is away."""
+    deadline = time.monotonic() + OUTAGE_S
+    while True:
+        try:
+            return call()
+        except RetryError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.5)
 
 
 @ray.remote(max_concurrency=4)  # a wait for rollouts must not hold up an update
@@ -73,7 +87,7 @@ class SamplerActor:
 
     def follow(self, store: str) -> int:
         """Attach to a run; returns the version that the weights are."""
-        self.receiver = wd.Receiver(store, self.engine)
+        self.receiver = _sit_out(lambda: wd.Receiver(store, self.engine))
         return self.receiver.version
 
     def prepare(self) -> wd.PrepareStats:
@@ -81,14 +95,7 @@ class SamplerActor:
 
         A store that is away for a while costs nothing but time: the old weights serve on.
         """
-        deadline = time.monotonic() + OUTAGE_S
-        while True:
-            try:
-                return self.receiver.prepare().wait()
-            except RetryError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.5)
+        return _sit_out(lambda: self.receiver.prepare().wait())
 
     def apply(self) -> wd.ApplyStats:
         """Switch to the prepared version between two tokens."""
