@@ -100,11 +100,13 @@ class HandedOver:
         self._name = name
         self._sent = 0
         self._held: list[npt.NDArray[np.uint8]] = []
+        self._bytes = 0
 
     def add(self, part: bytes) -> None:
         """Hand in the next part."""
         self._held.append(np.frombuffer(part, np.uint8))
-        if sum(map(len, self._held)) >= BATCH:
+        self._bytes += len(part)
+        if self._bytes >= BATCH:
             self._send()
 
     def finish(self) -> None:
@@ -120,4 +122,4 @@ class HandedOver:
         if self._held:
             get(self._publisher.add.remote(self._name, self._sent, self._held))
             self._sent += len(self._held)
-            self._held = []
+            self._held, self._bytes = [], 0

@@ -1,10 +1,12 @@
 """Frames for the kernel and codec tests: chunks of segments, and weights before and after."""
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from hypothesis import strategies as st
 
 from weightdelta.kernels.planes import CHUNK, UINTS, Chunks, Elements
 
@@ -54,3 +56,25 @@ def change(old: Elements, where: npt.NDArray[Any], *, seed: int, small: bool = F
     new = old.copy()
     new[where] += np.where(random.random(len(where)) < 0.5, step, -step)
     return new
+
+
+@dataclass(frozen=True)
+class Case:
+    """A frame before and after."""
+
+    chunks: Chunks
+    old: Elements
+    new: Elements
+    xor: bool
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, most: int, segment_count: int = 6, run: int = 50) -> Case:
+    """Any frame: segments of up to ``most`` elements, rows, width, density and form of values."""
+    sizes = draw(st.lists(st.integers(0, most), max_size=segment_count))
+    row, extra = draw(st.integers(1, run)), draw(st.integers(0, 50))
+    key, seed = draw(st.integers(0, 2**64 - 1)), draw(st.integers(0, 999))
+    chunks = segments(sizes, run=row, stride=row + extra, key=key)
+    old = random_elements(count_of(chunks), width=draw(st.sampled_from(WIDTHS)), seed=seed)
+    where = np.flatnonzero(np.random.default_rng(seed).random(len(old)) < draw(st.floats(0, 1)))
+    return Case(chunks, old, change(old, where, seed=seed), draw(st.booleans()))

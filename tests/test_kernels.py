@@ -8,7 +8,7 @@ import threading
 import numba
 import numpy as np
 import pytest
-from chunking import WIDTHS, change, count_of, random_elements, segments
+from chunking import WIDTHS, Case, cases, change, count_of, random_elements, segments
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -98,24 +98,9 @@ def test_segments_of_rows(width: int, run: int, stride: int) -> None:
         assert cpu_ops.digest(part, **arguments) == reference.digest(part, **arguments)
 
 
-@given(
-    sizes=st.lists(st.integers(0, 200), max_size=6),
-    width=st.sampled_from(WIDTHS),
-    density=st.floats(0, 1),
-    run=st.integers(1, 50),
-    extra=st.integers(0, 50),
-    key=st.integers(0, 2**64 - 1),
-    xor=st.booleans(),
-    seed=st.integers(0, 999),
-)
-def test_any_frame(
-    sizes: list[int], width: int, density: float, run: int, extra: int, key: int, xor: bool,
-    seed: int,
-) -> None:  # fmt: skip
-    chunks = segments(sizes, run=run, stride=run + extra, key=key)
-    old = random_elements(count_of(chunks), width=width, seed=seed)
-    where = np.flatnonzero(np.random.default_rng(seed).random(len(old)) < density)
-    agree(old, change(old, where, seed=seed), chunks=chunks, xor=xor)
+@given(case=cases(most=200))
+def test_any_frame(case: Case) -> None:
+    agree(case.old, case.new, chunks=case.chunks, xor=case.xor)
 
 
 def test_check_finds_the_damaged_chunk() -> None:

@@ -1,6 +1,9 @@
 """One rank's session: whatever happens to a publication, the next one starts from the truth."""
 
 import secrets
+import subprocess
+import sys
+import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -28,6 +31,7 @@ from weightdelta.verify import verify
 
 CONFIG = Config(max_step_delay_s=0.05, busy_wait_s=60.0)
 LONG = 60.0
+HERE = Path(__file__).parent
 
 
 class Run:
@@ -255,3 +259,34 @@ def test_closing_drains_what_peers_wait_for(run: Run) -> None:
     assert skipped.done()
     with pytest.raises(InputError, match="closed"):
         run.publish()
+
+
+@pytest.mark.parametrize("codec", ["sparse+zstd", "snappy+zstd"])
+def test_a_publication_compiles_nothing(codec: str) -> None:
+    """Else the one behind the first would find it under way for seconds."""
+    code = f"""
+        import tempfile, pathlib, numba, torch
+        from small_runs import SmallRun
+        from weightdelta.config import Config
+        from weightdelta.kernels import ops
+        def compiled():
+            kernels = {{}}
+            for name, module in list(__import__("sys").modules.items()):
+                if name.startswith("weightdelta.kernels."):
+                    for key, value in vars(module).items():
+                        if hasattr(value, "nopython_signatures"):
+                            kernels[name, key] = set(map(str, value.nopython_signatures))
+            return kernels
+        assert ops().__name__.endswith("cpu_ops")
+        values = "diff" if {codec!r} == "sparse+zstd" else "xor"
+        config = Config.of({{"codec": {codec!r}, "values": values}})
+        run = SmallRun(pathlib.Path(tempfile.mkdtemp()), config=config)
+        before = compiled()
+        for seed in range(2):
+            run.step(seed)
+        run.close()
+        new = {{k: v - before.get(k, set()) for k, v in compiled().items()}}
+        new = {{k: v for k, v in new.items() if v}}
+        assert not new, new
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, cwd=HERE, timeout=170)

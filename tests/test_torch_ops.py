@@ -5,9 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from chunking import WIDTHS, change, count_of, random_elements, segments
+from chunking import WIDTHS, Case, cases, change, count_of, random_elements, segments
 from hypothesis import given
-from hypothesis import strategies as st
 
 from weightdelta.kernels import reference, torch_ops
 from weightdelta.kernels.device import INTS, ChunkLists, DeviceChunks, DevicePlanes, Placed
@@ -49,24 +48,9 @@ def agree(old: Elements, new: Elements, *, chunks: Chunks, xor: bool) -> None:
     assert np.array_equal(down(target), new)
 
 
-@given(
-    sizes=st.lists(st.integers(1, 200), max_size=4),
-    width=st.sampled_from(WIDTHS),
-    density=st.floats(0, 1),
-    run=st.integers(1, 50),
-    extra=st.integers(0, 50),
-    key=st.integers(0, 2**64 - 1),
-    xor=st.booleans(),
-    seed=st.integers(0, 999),
-)
-def test_any_window(
-    sizes: list[int], width: int, density: float, run: int, extra: int, key: int, xor: bool,
-    seed: int,
-) -> None:  # fmt: skip
-    chunks = segments(sizes, run=run, stride=run + extra, key=key)
-    old = random_elements(count_of(chunks), width=width, seed=seed)
-    where = np.flatnonzero(np.random.default_rng(seed).random(len(old)) < density)
-    agree(old, change(old, where, seed=seed), chunks=chunks, xor=xor)
+@given(case=cases(most=200, segment_count=4))
+def test_any_window(case: Case) -> None:
+    agree(case.old, case.new, chunks=case.chunks, xor=case.xor)
 
 
 @pytest.mark.parametrize("width", WIDTHS)

@@ -6,7 +6,7 @@ interpreted.require()
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
-from chunking import WIDTHS, change, count_of, random_elements, segments  # noqa: E402
+from chunking import WIDTHS, Case, cases, change, count_of, random_elements, segments  # noqa: E402
 from device_laws import (  # noqa: E402
     applies,
     boxed,
@@ -42,25 +42,14 @@ def test_every_form_of_chunk(width: int, density: float) -> None:
 
 
 @given(
-    sizes=st.lists(st.integers(0, 90), max_size=4),
-    width=st.sampled_from(WIDTHS),
-    density=st.floats(0, 1),
-    run=st.integers(1, 50),
-    extra=st.integers(0, 50),
-    key=st.integers(0, 2**64 - 1),
-    xor=st.booleans(),
+    case=cases(most=90, segment_count=4),
     shifts=st.tuples(st.integers(0, 15), st.integers(0, 15)),
-    seed=st.integers(0, 999),
 )
 @few
-def test_any_frame(
-    sizes: list[int], width: int, density: float, run: int, extra: int, key: int, xor: bool,
-    shifts: tuple[int, int], seed: int,
-) -> None:  # fmt: skip
-    chunks = segments(sizes, run=run, stride=run + extra, key=key)
-    old, new = pair(count_of(chunks), width=width, density=density, seed=seed)
+def test_any_frame(case: Case, shifts: tuple[int, int]) -> None:
+    width = case.old.itemsize
     at = shifts[0] // width * width, shifts[1] // width * width
-    encodes(triton_ops, old, new, chunks=chunks, xor=xor, shifts=at)
+    encodes(triton_ops, case.old, case.new, chunks=case.chunks, xor=case.xor, shifts=at)
 
 
 def test_units_that_overflow_spill_without_loss(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,9 +116,9 @@ class Stager:
         self, tensor: int, pieces: Sequence[tuple[U64, Elements]], fetched: Fetched
     ) -> Staged:
         xor = fetched.delta.entry.values == "xor"
-        index, values = _ordered(pieces)
+        index, values = ordered(pieces)
         if not (xor or fetched.hop.forward):
-            values = (~values + values.dtype.type(1)).astype(values.dtype)
+            values = negated(values)
         before = self._staged.get(tensor)
         resident = self._residents[tensor]
         if before is None:
@@ -138,7 +138,13 @@ def _alike(one: Staged | None, other: Staged | None) -> bool:
     return np.array_equal(one.index, other.index) and np.array_equal(one.new, other.new)
 
 
-def _ordered(pieces: Iterable[tuple[U64, Elements]]) -> tuple[U64, Elements]:
+def negated(values: Elements) -> Elements:
+    """The differences that lead back."""
+    found: Elements = (~values + values.dtype.type(1)).astype(values.dtype)
+    return found
+
+
+def ordered(pieces: Iterable[tuple[U64, Elements]]) -> tuple[U64, Elements]:
     """One ascending list; pieces of strided segments interleave."""
     parts = sorted(pieces, key=lambda piece: int(piece[0][0]))
     if len(parts) == 1:

@@ -12,7 +12,7 @@ from weightdelta.codecs.batch import decode_frames
 from weightdelta.codecs.names import DEFAULT
 from weightdelta.codecs.registry import decode_frame
 from weightdelta.fetch import Fetched
-from weightdelta.kernels.planes import GAP_FACTOR, Chunks, Planes
+from weightdelta.kernels.planes import Chunks, Planes
 
 #: Frames, encoded bytes and bytes of values that one task takes on at most, or one frame.
 _FRAMES: Final = 64
@@ -38,22 +38,10 @@ class Decoded:
         if len(self.frames) == 1:
             yield self
             return
-        p, chunks = self.planes, _chunks(table, self.frames)
-        k, n = p.counts.astype(np.int64), chunks.length
-        sparse = (GAP_FACTOR * k < n) & (k < n)
-        sizes = (np.where(sparse, k, 0), np.where(~sparse & (k < n), (n + 7) // 8, 0), k)
-        bounds = _bounds(table, self.frames)
-        gap, bit, value = (np.concatenate([[0], np.cumsum(s)])[bounds] for s in sizes)
-        for i, frame in enumerate(self.frames):
-            yield Decoded(
-                (frame,),
-                Planes(
-                    p.counts[bounds[i] : bounds[i + 1]],
-                    p.gaps[gap[i] : gap[i + 1]],
-                    p.bitmap[bit[i] : bit[i + 1]],
-                    p.values[value[i] : value[i + 1]],
-                ),
-            )
+        length = _chunks(table, self.frames).length
+        parts = self.planes.split(length, _bounds(table, self.frames))
+        for frame, planes in zip(self.frames, parts, strict=True):
+            yield Decoded((frame,), planes)
 
 
 def decode_all(fetched: Fetched, table: ChunkTable, *, pool: Executor) -> Iterator[Decoded]:

@@ -1,6 +1,6 @@
 """encode: planes of changed frames to compressed, hashed frames; their entropy bound."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -11,11 +11,12 @@ from blake3 import blake3
 
 from weightdelta.baseline import Baseline, EncodedFrame
 from weightdelta.codecs.batch import encode_frames
-from weightdelta.codecs.names import DEFAULT, Codec
-from weightdelta.codecs.registry import encode_frame
+from weightdelta.codecs.names import DEFAULT, Codec, Values
+from weightdelta.codecs.registry import decode_frame, encode_frame
 from weightdelta.config import Config
 from weightdelta.digest import U64
 from weightdelta.kernels import ops
+from weightdelta.kernels.planes import UINTS, Chunks
 
 if TYPE_CHECKING:  # a coordinator needs no torch
     from weightdelta.capture import FramePlanes
@@ -27,10 +28,19 @@ Histogram = Mapping[int, tuple[U64, npt.NDArray[np.int64]]]
 #: Frames and bytes of values that one task encodes at most, or one frame.
 GROUP_FRAMES: Final = 8
 GROUP_BYTES: Final = 1 << 20
+#: One chunk of a segment of eight elements.
+_FEW: Final = Chunks(
+    start=np.array([0], np.int64),
+    length=np.array([8], np.int64),
+    key=np.array([0], np.uint64),
+    skip=np.array([0], np.int64),
+    run=np.array([8], np.int64),
+    stride=np.array([8], np.int64),
+)
 
 
 class Encoding:
-    """The encoding of one capture's frames, one task a frame, from when each is handed in.
+    """The encoding of one capture's frames, a few a task, from when they are handed in.
 
     A frame's codec is what ``config`` says of its tensors, which all have the same.
     """
@@ -71,20 +81,44 @@ def encode(
     return [job.result() for job in encoding.coming(planes)]
 
 
+def rehearse(baseline: Baseline, *, config: Config) -> None:
+    """Run a publication's kernels on a few elements, so that they are compiled ahead.
+
+    Else the first publication would compile them, and the next one find it still under way.
+    """
+    names = [tensor.name for tensor in baseline.layout.tensors]
+    codecs = {config.codec_for(name) for name in names}
+    for width in {tensor.width for tensor in baseline.layout.tensors}:
+        _rehearse(width, codecs, baseline.values)
+
+
+def _rehearse(width: int, codecs: Iterable[Codec], values: Values) -> None:
+    xor = values == "xor"
+    old = np.ones(int(_FEW.length[0]), UINTS[width])
+    # As gaps, all planes of zeros left out; then as a bitmap, with a value too large for a nibble.
+    for changed in ({3: 0}, {3: 0, 5: 100}):
+        new = old.copy()
+        new[list(changed)] = list(changed.values())
+        planes, _ = ops().encode(old, new, chunks=_FEW, xor=xor)
+        ops().expand(planes, chunks=_FEW)
+        encode_frames([planes, planes], width=width, values=values)
+        for codec in codecs:
+            data, sizes = encode_frame(planes, codec=codec, chunks=_FEW, width=width, values=values)
+            found = decode_frame(
+                data, sizes, codec=codec, chunks=_FEW, width=width, values=values, where="rehearsal"
+            )
+            ops().decode_into(old.copy(), found, chunks=_FEW, xor=xor)
+
+
 def _groups(items: Sequence["FramePlanes"], baseline: Baseline) -> "list[list[FramePlanes]]":
-    """Runs of frames that one task encodes: few enough that all threads have something to do."""
+    """Runs of frames of one width that one task encodes, small enough to share out the work."""
     groups: list[list[FramePlanes]] = []
-    size = 0
+    width, size = baseline.plan.width, 0
     for item in items:
         size += item.planes.values.nbytes
         last = groups[-1] if groups else []
-        width = baseline.plan.width
-        if (
-            not last
-            or len(last) == GROUP_FRAMES
-            or size > GROUP_BYTES
-            or (width[last[0].frame] != width[item.frame])
-        ):
+        full = len(last) == GROUP_FRAMES or size > GROUP_BYTES
+        if not last or full or width[last[0].frame] != width[item.frame]:
             groups.append([])
             size = item.planes.values.nbytes
         groups[-1].append(item)

@@ -1,12 +1,13 @@
 """A path of deltas as one: changes of each tensor, added up by canonical index on the CPU."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 
 import numpy as np
 
 from weightdelta.chunk_table import ChunkTable
+from weightdelta.decode import negated, ordered
 from weightdelta.decode_batch import Decoded
 from weightdelta.delta import spread
 from weightdelta.digest import U64
@@ -98,7 +99,8 @@ class Folds:
                 pieces.setdefault(tensor, []).append((index, values))
 
         def one(item: tuple[int, list[tuple[U64, Elements]]]) -> tuple[int, Changes]:
-            hop = Changes(*_ordered(item[1], negate=negate), xor)
+            index, values = ordered(item[1])
+            hop = Changes(index, negated(values) if negate else values, xor)
             before = self._found.get(item[0])
             return item[0], self._joined(item[0], before, hop) if before else hop
 
@@ -156,18 +158,6 @@ def _after(first: Changes, old: Elements, index: U64) -> Elements:
     at = np.minimum(np.searchsorted(first.index, index), len(first.index) - 1)
     hit = first.index[at] == index
     return np.where(hit, old ^ first.values[at], old)
-
-
-def _ordered(pieces: Sequence[tuple[U64, Elements]], *, negate: bool) -> tuple[U64, Elements]:
-    """One ascending list; pieces of strided segments interleave."""
-    index = np.concatenate([p[0] for p in pieces])
-    values = np.concatenate([p[1] for p in pieces])
-    if negate:
-        values = (~values + values.dtype.type(1)).astype(values.dtype)
-    if not bool((index[1:] > index[:-1]).all()):
-        order = np.argsort(index, kind="stable")
-        index, values = index[order], values[order]
-    return index, values
 
 
 def _ties(residents: Mapping[int, Resident]) -> list[list[int]]:

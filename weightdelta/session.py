@@ -21,7 +21,7 @@ from weightdelta.config import Config
 from weightdelta.delta import DeltaReader
 from weightdelta.device_memory import pin_if_used
 from weightdelta.digest import U64
-from weightdelta.encode import Encoding, histogram, tensor_digests
+from weightdelta.encode import Encoding, histogram, rehearse, tensor_digests
 from weightdelta.errors import Busy, InputError, PublicationLost, WeightDeltaError
 from weightdelta.fence import Guard, StepFence
 from weightdelta.index import SLOTS
@@ -191,6 +191,7 @@ class RankSession:
         Returns:
             Digest of each tensor over the owned elements: uint64, one per tensor.
         """
+        rehearse(self._baseline, config=self.job.config)
         self._rebuild(version)
         if fresh:
             self._steps_at_commit = self._fence.steps

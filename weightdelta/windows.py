@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +11,7 @@ import torch
 from weightdelta.baseline import Baseline
 from weightdelta.frame import Frame
 from weightdelta.kernels.device import DeviceChunks
-from weightdelta.kernels.planes import GAP_FACTOR, UINTS, Chunks, Planes
+from weightdelta.kernels.planes import UINTS, Chunks, Planes
 from weightdelta.live import FramePlanes
 
 
@@ -82,23 +83,18 @@ def _window(baseline: Baseline, frames: Sequence[int], device: torch.device) -> 
 def split_planes(
     window: Window, planes: Planes, chunk_digest: npt.NDArray[np.uint64]
 ) -> list[FramePlanes]:
-    """A window's planes by frame, in memory that the window's frames share."""
-    k, n = planes.counts.astype(np.int64), window.chunks.host.length
-    gaps = np.where((GAP_FACTOR * k < n) & (k < n), k, 0)
-    bits = np.where((GAP_FACTOR * k >= n) & (k < n), (n + 7) // 8, 0)
-    cuts = np.array(window.bounds)
-    gap, bit, value = (np.concatenate([[0], np.cumsum(c)])[cuts].tolist() for c in (gaps, bits, k))
-    counts, digest = planes.counts.copy(), chunk_digest.copy()
-    all_gaps, bitmap = planes.gaps.copy(), planes.bitmap.copy()
-    values = planes.values.view(UINTS[window.width]).copy()
-    found = []
-    for i, frame in enumerate(window.frames):
-        low, high = window.bounds[i], window.bounds[i + 1]
-        part = Planes(
-            counts[low:high],
-            all_gaps[gap[i] : gap[i + 1]],
-            bitmap[bit[i] : bit[i + 1]],
-            values[value[i] : value[i + 1]],
+    """A window's planes by frame, copied once into memory that its frames share."""
+    kept = Planes(
+        planes.counts.copy(),
+        planes.gaps.copy(),
+        planes.bitmap.copy(),
+        planes.values.view(UINTS[window.width]).copy(),
+    )
+    digest = chunk_digest.copy()
+    parts = kept.split(window.chunks.host.length, np.array(window.bounds))
+    return [
+        FramePlanes(frame, part, digest[low:high])
+        for frame, part, (low, high) in zip(
+            window.frames, parts, pairwise(window.bounds), strict=True
         )
-        found.append(FramePlanes(frame, part, digest[low:high]))
-    return found
+    ]

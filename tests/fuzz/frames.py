@@ -10,9 +10,11 @@ from fuzz.mutate import Rng, any_bytes, edge
 from fuzz.target import Target
 from fuzz.zstd_forge import forge
 from weightdelta.codecs import zstd
-from weightdelta.codecs.names import IDS, Codec, Values, takes
+from weightdelta.codecs.batch import decode_frames
+from weightdelta.codecs.names import DEFAULT, IDS, Codec, Values, takes
 from weightdelta.codecs.registry import decode_frame, encode_frame
 from weightdelta.codecs.slots import SLOTS
+from weightdelta.errors import DamagedObject
 from weightdelta.frame import Frame, Segment, chunks_of
 from weightdelta.kernels import load, ops
 from weightdelta.kernels.planes import GAP_FACTOR, UINTS, Chunks, Elements, Planes
@@ -132,16 +134,44 @@ def _comes_back(planes: Planes, chunks: Chunks, frame: Frame, values: Values) ->
         assert np.array_equal(getattr(again, name), getattr(planes, name)), name
 
 
+def _in_batch(item: Input) -> Planes | None:
+    """The input as both frames of a batch."""
+    frame, chunks = CASES[item.case]
+    count = len(chunks)
+    return decode_frames(
+        np.frombuffer(item.data, np.uint8),
+        np.zeros(2, np.int64),
+        np.stack([item.sizes, item.sizes]),
+        chunks=Chunks(*(np.tile(getattr(chunks, name), 2) for name in Chunks.__slots__)),
+        bounds=np.array([0, count, 2 * count]),
+        width=frame.width,
+        values=item.values,
+    )
+
+
+def _same_twice(one: Planes, both: Planes | None) -> None:
+    assert both is not None, "a batch refused what is sound"
+    for name in Planes.__slots__:
+        assert np.array_equal(getattr(both, name), np.tile(getattr(one, name), 2)), name
+
+
 def frame_target(codec: Codec) -> Target:
     """Frames of one codec."""
 
     def check(raw: bytes) -> None:
         item = Input.of(raw)
         frame, chunks = CASES[item.case]
-        planes = decode_frame(
-            item.data, item.sizes, codec=codec, chunks=chunks, width=frame.width,
-            values=item.values, where="frame",
-        )  # fmt: skip
+        try:
+            planes = decode_frame(
+                item.data, item.sizes, codec=codec, chunks=chunks, width=frame.width,
+                values=item.values, where="frame",
+            )  # fmt: skip
+        except DamagedObject:
+            if codec == DEFAULT and int(item.sizes.sum(dtype=np.uint64)) == len(item.data):
+                assert _in_batch(item) is None, "a batch took what is damaged"
+            raise
+        if codec == DEFAULT and load("cpu") is ops():
+            _same_twice(planes, _in_batch(item))
         _sound(planes, chunks, frame)
         _comes_back(planes, chunks, frame, item.values)
 

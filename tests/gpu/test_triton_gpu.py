@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from chunking import WIDTHS, change, count_of, random_elements, segments
+from chunking import WIDTHS, Case, cases, change, count_of, random_elements, segments
 from device_laws import (
     applies,
     boxed,
@@ -71,25 +71,19 @@ def test_crowded_changes_spill(ops: DeviceOps, width: int, crowd: int) -> None:
     encodes(ops, old, new, chunks=chunks, device="cuda", kernels=cpu_ops)
 
 
-@given(
-    sizes=st.lists(st.integers(0, 70_000), max_size=6),
-    width=st.sampled_from(WIDTHS),
-    density=st.floats(0, 1),
-    run=st.integers(1, 80_000),
-    extra=st.integers(0, 50),
-    key=st.integers(0, 2**64 - 1),
-    xor=st.booleans(),
-    shift=st.integers(0, 15),
-    seed=st.integers(0, 999),
-)
-def test_any_frame(
-    ops: DeviceOps, sizes: list[int], width: int, density: float, run: int, extra: int, key: int,
-    xor: bool, shift: int, seed: int,
-) -> None:  # fmt: skip
-    chunks = segments(sizes, run=run, stride=run + extra, key=key)
-    old, new = pair(count_of(chunks), width=width, density=density, seed=seed)
-    shifts = shift // width * width, shift // width * width
-    encodes(ops, old, new, chunks=chunks, xor=xor, device="cuda", shifts=shifts, kernels=cpu_ops)
+@given(case=cases(most=70_000, run=80_000), shift=st.integers(0, 15))
+def test_any_frame(ops: DeviceOps, case: Case, shift: int) -> None:
+    at = shift // case.old.itemsize * case.old.itemsize
+    encodes(
+        ops,
+        case.old,
+        case.new,
+        chunks=case.chunks,
+        xor=case.xor,
+        device="cuda",
+        shifts=(at, at),
+        kernels=cpu_ops,
+    )
 
 
 @pytest.mark.parametrize("width", WIDTHS)

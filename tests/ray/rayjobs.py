@@ -27,7 +27,7 @@ from weightdelta.errors import WeightDeltaError
 LONG = 60.0
 #: What a broken fence is given to show itself [s].
 MOMENT = 0.3
-#: A rank's first publication compiles its kernels; that must not cost the one behind it its turn.
+#: Other tests run beside these: a rank may take longer than the default second to hear an outcome.
 SETTINGS: dict[str, Any] = {"store": {"fsync": False}, "busy_wait_s": 10.0}
 FILE = "model.safetensors"
 

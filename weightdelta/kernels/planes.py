@@ -62,3 +62,25 @@ class Planes:
     def changed(self) -> int:
         """Number of changed elements."""
         return len(self.values)
+
+    def split(self, length: npt.NDArray[np.int64], bounds: npt.NDArray[np.int64]) -> "list[Planes]":
+        """The planes of runs of chunks, which share memory with these.
+
+        Args:
+            length: int64, elements of each chunk.
+            bounds: int64 [runs + 1]; run i is chunks ``bounds[i]:bounds[i + 1]``.
+        """
+        k = self.counts.astype(np.int64)
+        sparse, part = GAP_FACTOR * k < length, k < length
+        sizes = (np.where(sparse & part, k, 0), np.where(~sparse & part, (length + 7) // 8, 0), k)
+        gap, bit, value = (np.concatenate([[0], np.cumsum(s)])[bounds].tolist() for s in sizes)
+        at = bounds.tolist()
+        return [
+            Planes(
+                self.counts[at[i] : at[i + 1]],
+                self.gaps[gap[i] : gap[i + 1]],
+                self.bitmap[bit[i] : bit[i + 1]],
+                self.values[value[i] : value[i + 1]],
+            )
+            for i in range(len(at) - 1)
+        ]
