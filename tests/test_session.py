@@ -1,5 +1,6 @@
 """One rank's session: whatever happens to a publication, the next one starts from the truth."""
 
+import random
 import secrets
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ranks import Weights, job_for, published, same, save, wire
@@ -105,6 +107,15 @@ def lose() -> None:
 def test_each_commit_moves_the_baseline(run: Run) -> None:
     for version in (1, 2, 3):
         run.check(version)
+
+
+def test_a_trainer_draws_the_same_random_numbers_as_without_us(run: Run) -> None:
+    def states() -> list[object]:
+        return [random.getstate(), repr(np.random.get_state()), torch.get_rng_state().tolist()]
+
+    before = states()
+    run.check(1)
+    assert states() == before
 
 
 def test_catch_up_after_an_answer_that_was_lost(run: Run) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import random
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -178,6 +179,12 @@ def test_what_may_be_repeated_is(call: str) -> None:
     with pytest.raises(StoreUnavailable, match="slow down") as caught:
         CALLS[call](_store(backend, retries=1, timeout_s=None))
     assert (backend.calls, caught.value.errno) == (2, errno.EBUSY)
+
+
+def test_jitter_leaves_the_random_numbers_of_the_process_alone() -> None:
+    before = random.getstate()
+    _store(_Failing(_passing, 2), retries=2).read("a")
+    assert random.getstate() == before
 
 
 def test_a_create_is_left_to_its_caller() -> None:

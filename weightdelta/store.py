@@ -68,6 +68,8 @@ _ABSENT: Final = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
 #: Pauses before a request is sent again are drawn from 0 to this, doubled each time [s].
 _FIRST_PAUSE_S: Final = 0.2
 _LONGEST_PAUSE_S: Final = 5.0
+#: The process's own generator belongs to the trainer, whose runs must stay repeatable.
+_JITTER: Final = random.SystemRandom()
 
 
 def _run(job: "Future[T]", operation: Callable[[], T]) -> None:
@@ -416,7 +418,7 @@ class Store:
             except Transient:
                 if feed and feed.is_open():  # nobody has begun to wait
                     stop = time.monotonic() + bound
-                pause = random.uniform(0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**tries))
+                pause = _JITTER.uniform(0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**tries))
                 late = time.monotonic() + pause >= stop
                 if late or tries >= self._retries:
                     raise
