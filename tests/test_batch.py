@@ -121,3 +121,28 @@ def test_a_wrong_size_is_refused(slot: int) -> None:
         made.sizes[1, slot] += step
         assert made.decode() is None
         made.sizes[1, slot] -= step
+
+
+@pytest.mark.parametrize("extra", [b"\0", b"\x28\xb5\x2f\xfd\x24\x00\x01\x00\x00", b"x" * 40])
+def test_nothing_may_lie_behind_a_plane(extra: bytes) -> None:
+    """Zstd itself says nothing of it when it decompresses many at once."""
+    made = _Frames([700, 900], [0.1, 0.5], 2, "diff")
+    whole, sizes = made.data.tobytes(), made.sizes.copy()
+    for slot in np.flatnonzero(sizes[1]):
+        end = int(made.start[1] + sizes[1, : slot + 1].sum())
+        made.data = np.frombuffer(whole[:end] + extra + whole[end:], np.uint8)
+        made.sizes[1, slot] += len(extra)
+        assert made.decode() is None
+        made.sizes = sizes.copy()
+
+
+def test_a_plane_cut_to_any_length_is_refused() -> None:
+    made = _Frames([900], [0.5], 2, "diff")
+    whole, sizes = made.data.tobytes(), made.sizes.copy()
+    for slot in np.flatnonzero(sizes[0]):
+        end = int(made.start[0] + sizes[0, : slot + 1].sum())
+        for gone in range(1, int(sizes[0, slot])):
+            made.data = np.frombuffer(whole[: end - gone] + whole[end:], np.uint8)
+            made.sizes[0, slot] = sizes[0, slot] - gone
+            assert made.decode() is None
+        made.sizes = sizes.copy()

@@ -62,7 +62,7 @@ class _Parts:
         starts = np.full(there.shape, -1, np.int64)
         starts[there] = np.cumsum(wanted) - wanted
         limit = zstd.MAX_WINDOW
-        if cpu_batch.headers(self.data, begin, length, content=wanted, limit=limit) >= 0:
+        if cpu_batch.outlines(self.data, begin, length, content=wanted, limit=limit) >= 0:
             raise _Unsound
         found = zstd.decompress_many(self.data, begin, length, sizes=wanted)
         if found is None:

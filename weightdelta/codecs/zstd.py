@@ -105,7 +105,7 @@ def decompress_many(
 ) -> npt.NDArray[np.uint8] | None:
     """The contents of many frames, one after the other; None when one is damaged.
 
-    Their headers must have been checked. Releases the interpreter's lock once for all.
+    Their headers and lengths must have been checked. Releases the interpreter's lock once for all.
 
     Args:
         data: uint8, where they lie.

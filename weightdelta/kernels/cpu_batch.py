@@ -18,33 +18,58 @@ I64 = npt.NDArray[np.int64]
 
 
 @jit
-def _headers(data: Any, start: Any, size: Any, content: Any, limit: Any) -> Any:
+def _past_header(data: Any, at: Any, end: Any, content: Any, limit: Any) -> Any:
+    """Where the header of a frame ends; -1 when it is not one of ours."""
+    if end - at < 6:
+        return -1
+    magic = data[at : at + 4]
+    if magic[0] != 0x28 or magic[1] != 0xB5 or magic[2] != 0x2F or magic[3] != 0xFD:
+        return -1
+    form = np.int64(data[at + 4])
+    single, field = (form >> 5) & 1, form >> 6
+    at += 5
+    if form & 0b1111 != 0b0100 or (field == 0 and not single):
+        return -1
+    if not single:
+        base = np.int64(1) << (10 + (np.int64(data[at]) >> 3))
+        if base + (base >> 3) * (np.int64(data[at]) & 7) > max(content, limit):
+            return -1
+        at += 1
+    if end - at < 1 << field:
+        return -1
+    found = np.int64(256 if field == 1 else 0)
+    for j in range(1 << field):
+        found += np.int64(data[at + j]) << (8 * j)
+    return at + (1 << field) if found == content else -1
+
+
+@jit
+def _past_blocks(data: Any, at: Any, end: Any) -> Any:
+    """Where the blocks of a frame end; -1 when that is not before ``end``."""
+    last = False
+    while not last:
+        if end - at < 3:
+            return -1
+        head = np.int64(data[at]) | np.int64(data[at + 1]) << 8 | np.int64(data[at + 2]) << 16
+        last, kind, size = head & 1 == 1, (head >> 1) & 3, head >> 3
+        at += 3 + (1 if kind == 1 else size)
+    return at if at <= end else -1
+
+
+@jit
+def _outlines(data: Any, start: Any, size: Any, content: Any, limit: Any) -> Any:
     for i in range(len(start)):
-        if size[i] < 9:
-            return i
-        p = start[i]
-        if data[p] != 0x28 or data[p + 1] != 0xB5 or data[p + 2] != 0x2F or data[p + 3] != 0xFD:
-            return i
-        form = np.int64(data[p + 4])
-        single, field = (form >> 5) & 1, form >> 6
-        if form & 0b1111 != 0b0100 or (field == 0 and not single):
-            return i
-        at = p + 5
-        if not single:
-            base = np.int64(1) << (10 + (np.int64(data[at]) >> 3))
-            if base + (base >> 3) * (np.int64(data[at]) & 7) > max(content[i], limit):
-                return i
-            at += 1
-        found = np.int64(256 if field == 1 else 0)
-        for j in range(1 << field):
-            found += np.int64(data[at + j]) << (8 * j)
-        if found != content[i] or at + (1 << field) > start[i] + size[i]:
+        end = start[i] + size[i]
+        at = _past_header(data, start[i], end, content[i], limit)
+        if at < 0 or _past_blocks(data, at, end - 4) != end - 4:  # four bytes of checksum
             return i
     return -1
 
 
-def headers(data: U8, start: I64, size: I64, *, content: I64, limit: int) -> int:
-    """The first of many Zstd frames whose header is not as ours are, or -1.
+def outlines(data: U8, start: I64, size: I64, *, content: I64, limit: int) -> int:
+    """The first of many Zstd frames that has not a header like ours or another length, or -1.
+
+    The library says nothing of bytes behind a frame when it decompresses many at once.
 
     Args:
         data: Where they lie, at ``start``, ``size`` bytes each.
@@ -53,7 +78,7 @@ def headers(data: U8, start: I64, size: I64, *, content: I64, limit: int) -> int
         content: int64, the size of content that each must declare.
         limit: Largest window, unless the content itself is larger [B].
     """
-    return int(_headers(data, start, size, content, limit))
+    return int(_outlines(data, start, size, content, limit))
 
 
 @jit
