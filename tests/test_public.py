@@ -47,6 +47,12 @@ def test_unknown_name_is_an_attribute_error() -> None:
         weightdelta.no_such_name  # noqa: B018
 
 
+def test_a_trainer_without_dtensors_does_not_load_them() -> None:
+    """They and what they need (sympy among it) take most of a second, in each of its processes."""
+    code = "import sys, ray_actors.trainer; print('torch.distributed.tensor' in sys.modules)"
+    assert _fresh(code).strip() == "False"
+
+
 @pytest.mark.parametrize("library", HEAVY)
 def test_import_is_light(library: str) -> None:
     code = f"import sys, weightdelta; print({library!r} in sys.modules)"

@@ -18,7 +18,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import (
     Optimizer,
     register_optimizer_step_post_hook,
@@ -27,6 +26,7 @@ from torch.optim.optimizer import (
 
 from weightdelta.errors import CaptureDropped
 from weightdelta.state import State, StateSource, read_state
+from weightdelta.tensors import is_dtensor
 
 Guard = Callable[[], AbstractContextManager[Any]]
 
@@ -210,5 +210,5 @@ def _stepped() -> Iterator[torch.Tensor]:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = tensor.to_local() if is_dtensor(tensor) else tensor
     return local.untyped_storage().data_ptr()

@@ -1,6 +1,7 @@
 """Torch tensors as unsigned elements: dtype names, and numpy views of the same memory."""
 
-from typing import Any, Final
+import sys
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 import numpy as np
 import torch
@@ -8,6 +9,9 @@ import torch
 from weightdelta.errors import InputError, LayoutMismatch
 from weightdelta.kernels.planes import UINTS, Elements
 from weightdelta.layout import WIDTHS
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _NAMES: Final = {
     "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E4M3": "float8_e4m3fn",
@@ -37,6 +41,12 @@ def dtype_name(tensor: torch.Tensor, *, name: str) -> str:
         return SAFETENSORS[tensor.dtype]
     except KeyError:
         raise LayoutMismatch(f"tensor {name!r}: {tensor.dtype} has no safetensors dtype") from None
+
+
+def is_dtensor(tensor: torch.Tensor) -> "TypeGuard[DTensor]":
+    """Whether a tensor is a DTensor; asking does not load them, which takes most of a second."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def as_ints(tensor: torch.Tensor) -> torch.Tensor:

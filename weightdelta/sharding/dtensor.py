@@ -6,12 +6,17 @@ communicated. A dimension cut ``n`` ways is cut as ``torch.chunk`` does: parts o
 each to what the ones before it left.
 """
 
+from typing import TYPE_CHECKING
+
 import torch
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from weightdelta.errors import UnsupportedSharding
 from weightdelta.layout import Box
 from weightdelta.sharding.explicit import LocalShard
+from weightdelta.tensors import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Placement
 
 
 def local_shard(name: str, tensor: torch.Tensor, *, dtype: str) -> tuple[LocalShard, torch.Tensor]:
@@ -30,7 +35,7 @@ def local_shard(name: str, tensor: torch.Tensor, *, dtype: str) -> tuple[LocalSh
             tensor whose shape is not the one that its placements imply.
     """
     extent = tuple(tensor.shape)
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return LocalShard(name, dtype, extent, Box.whole(extent)), tensor.detach()
     mesh = tensor.device_mesh
     coordinate = mesh.get_coordinate()
@@ -61,13 +66,15 @@ def placed_box(
     *,
     mesh: tuple[int, ...],
     coordinate: tuple[int, ...],
-    placements: tuple[Placement, ...],
+    placements: "tuple[Placement, ...]",
 ) -> Box:
     """The box at ``coordinate`` of a mesh of shape ``mesh``.
 
     Raises:
         UnsupportedSharding: A placement other than ``Shard`` and ``Replicate``.
     """
+    from torch.distributed.tensor import Replicate, Shard
+
     offset, shape = [0] * len(extent), list(extent)
     for ways, at, placement in zip(mesh, coordinate, placements, strict=True):
         if type(placement) is Replicate:
