@@ -53,6 +53,20 @@ class _Reading:
         ]
 
 
+def test_frames_are_sorted_out_by_the_tensors_they_hold(
+    run: SmallRun, pool: ThreadPoolExecutor
+) -> None:
+    reading = _Reading(run)
+    (hop,) = reading.path(0, 1)
+    count = len(reading.layout.tensors)
+    whole = fetch(reading.reader, hop, layout=reading.layout, tensors=range(count), pool=pool)
+    assert whole.holding(range(count)).frames == whole.frames
+    assert whole.holding([]).frames == []
+    for tensor in range(count):
+        alone = fetch(reading.reader, hop, layout=reading.layout, tensors=[tensor], pool=pool)
+        assert whole.holding([tensor]).frames == alone.frames
+
+
 def test_only_frames_that_hold_a_wanted_tensor_are_read(
     run: SmallRun, pool: ThreadPoolExecutor
 ) -> None:

@@ -9,8 +9,12 @@ import pytest
 import torch
 from small_runs import SmallRun, Weights, all_bits, edit
 
+from weightdelta import stage_device
 from weightdelta.config import Config
+from weightdelta.decode import Stager
+from weightdelta.decode_batch import decode_all
 from weightdelta.errors import DeviceLost, DeviceMemory, Dirty, LayoutMismatch, StateMismatch
+from weightdelta.fetch import Fetched
 from weightdelta.receiver import Receiver
 
 Follow = Callable[..., Receiver]
@@ -75,6 +79,33 @@ def test_every_pair_of_versions(run: SmallRun, start: Follow, device: str) -> No
             assert receiver.scrub() == last
             assert (stats.pinned_bytes > 0) == (stats.changed > 0 and receiver._sites[0].config
                                                 .staging_bytes < 1 << 20)  # fmt: skip
+
+
+def test_a_frame_is_decoded_only_for_the_memory_that_its_tensors_lie_in(
+    run: SmallRun, start: Follow, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decoding all of it for the host as well was nine tenths of a device's preparation."""
+    seen: dict[str, set[int]] = {"host": set(), "device": set()}
+
+    def note(where: str, fetched: Fetched) -> None:
+        seen[where] |= {frame for frame, _ in fetched.frames}
+
+    def host(self: Any, fetched: Fetched) -> Any:
+        note("host", fetched)
+        return decode(self, fetched)
+
+    def batches(fetched: Fetched, *args: Any, **more: Any) -> Any:
+        note("device", fetched)
+        return decode_all(fetched, *args, **more)
+
+    decode = Stager._decode
+    monkeypatch.setattr(Stager, "_decode", host)
+    monkeypatch.setattr(stage_device, "decode_all", batches)
+    model = on(run.model(), device)
+    _go(start(model, store=run.store), 1)
+    assert all_bits(model) == run.versions[1]
+    assert seen["host"] == set()
+    assert seen["device"]
 
 
 @pytest.mark.parametrize("codec", ["sparse+zstd", "snappy+zstd", "lz4+zstd", "zstd", "none"])

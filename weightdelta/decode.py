@@ -63,7 +63,7 @@ class Stager:
         for tensor in self._residents:
             change = int(digests[tensor])
             self._expected[tensor] += change if forward else -change
-        pieces = self._decode(fetched)
+        pieces = self._decode(fetched.holding(self._residents))
         folded = self._pool.map(lambda item: self._fold(item[0], item[1], fetched), pieces.items())
         for staged in folded:
             self._staged[staged.resident.tensor] = staged

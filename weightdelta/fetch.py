@@ -1,9 +1,9 @@
 """fetch: the frames of one delta that a receiver needs, verified, as they arrive."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -30,6 +30,11 @@ class Fetched:
     def nbytes(self) -> int:
         """Encoded bytes fetched."""
         return sum(len(data) for _, data in self.frames)
+
+    def holding(self, tensors: Iterable[int]) -> "Fetched":
+        """The same with only the frames that hold a part of one of ``tensors``."""
+        held = set(self.delta.plan.holding(np.array(list(tensors), np.int64)))
+        return replace(self, frames=[item for item in self.frames if item[0] in held])
 
 
 def fetch(

@@ -64,6 +64,7 @@ class DeviceStager:
             DamagedObject: A frame cannot be what the index names.
             DeviceMemory: Device memory has no room for the planes of one frame.
         """
+        fetched = fetched.holding(self._site.residents)
         digests = fetched.delta.index.tensor_digest
         for tensor in self._expected:
             change = int(digests[tensor])

@@ -45,10 +45,11 @@ class _Parts:
             content: int64 [frames, slots], bytes that each must give.
 
         Returns:
-            All content, and where that of each plane starts, int64 [frames, slots]; -1 where
-            the plane is left out.
+            All content, in memory that the thread's next call for these slots takes again, and
+            where that of each plane starts, int64 [frames, slots]; -1 where the plane is left out.
         """
         from weightdelta.kernels import cpu_batch
+        from weightdelta.kernels.compiled import scratch
 
         size, start = (
             self.size[:, slots.start : slots.stop],
@@ -64,8 +65,8 @@ class _Parts:
         limit = zstd.MAX_WINDOW
         if cpu_batch.outlines(self.data, begin, length, content=wanted, limit=limit) >= 0:
             raise _Unsound
-        found = zstd.decompress_many(self.data, begin, length, sizes=wanted)
-        if found is None:
+        found = scratch.get(f"content {slots.start}", int(wanted.sum()), np.uint8)
+        if not zstd.decompress_many(self.data, begin, length, sizes=wanted, out=found):
             raise _Unsound
         return found, starts
 

@@ -102,8 +102,9 @@ def decompress_many(
     length: npt.NDArray[np.int64],
     *,
     sizes: npt.NDArray[np.int64],
-) -> npt.NDArray[np.uint8] | None:
-    """The contents of many frames, one after the other; None when one is damaged.
+    out: npt.NDArray[np.uint8],
+) -> bool:
+    """The contents of many frames, one after the other, into ``out``; False when one is damaged.
 
     Their headers and lengths must have been checked. Releases the interpreter's lock once for all.
 
@@ -112,9 +113,10 @@ def decompress_many(
         start: Where each begins.
         length: Bytes of each.
         sizes: Bytes of content of each, as its header says.
+        out: uint8, as many bytes as all content.
     """
     if not len(start):
-        return np.empty(0, np.uint8)
+        return True
     segments = np.stack([start, length], axis=1).astype("=u8").tobytes()
     frames = zstandard.BufferWithSegments(data.data, segments)
     try:
@@ -122,8 +124,9 @@ def decompress_many(
             frames, decompressed_sizes=sizes.astype("=u8").tobytes(), threads=1
         )
     except zstandard.ZstdError:
-        return None
-    return _joined(found, sizes)
+        return False
+    _join(found, sizes, out)
+    return True
 
 
 def compress_many(
@@ -140,14 +143,17 @@ def compress_many(
         zstandard.BufferWithSegments(data.data, segments), threads=1
     )
     sizes = np.fromiter((len(found[i]) for i in range(len(found))), np.int64, len(found))
-    return _joined(found, sizes), sizes
-
-
-def _joined(
-    found: "zstandard.BufferWithSegmentsCollection", sizes: npt.NDArray[np.int64]
-) -> npt.NDArray[np.uint8]:
-    """Segments of several buffers in one, buffer by buffer."""
     out = np.empty(int(sizes.sum()), np.uint8)
+    _join(found, sizes, out)
+    return out, sizes
+
+
+def _join(
+    found: "zstandard.BufferWithSegmentsCollection",
+    sizes: npt.NDArray[np.int64],
+    out: npt.NDArray[np.uint8],
+) -> None:
+    """Segments of several buffers in one, buffer by buffer."""
     ends = np.cumsum(sizes)
     offsets = np.fromiter((found[i].offset for i in range(len(found))), np.int64, len(found))
     # A segment starts a buffer unless it lies right behind the one before.
@@ -157,4 +163,3 @@ def _joined(
         # The segment's buffer goes on behind it with those that follow.
         segment: Any = found[first]
         out[low:high] = as_strided(np.frombuffer(segment, np.uint8), (high - low,))
-    return out
