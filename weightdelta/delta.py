@@ -36,7 +36,7 @@ from weightdelta.store import Store
 #: Frames at most this far apart in an object are fetched by one request.
 GAP = 64 * 1024
 #: Bytes that one request asks for at most, unless a single frame is larger.
-SPAN = 32 << 20
+SPAN = 8 << 20
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import torch
 from weightdelta.device_memory import Lane, Mark, on_device, padded
 from weightdelta.errors import StateMismatch
 from weightdelta.kernels.device import ChunkLists
-from weightdelta.site import SLOTS, Site, Window
+from weightdelta.site import SLOTS, PlacedWindow, Site
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class Part:
         change: int64 [chunks], digest change of each chunk.
     """
 
-    window: Window
+    window: PlacedWindow
     lists: ChunkLists
     old: torch.Tensor
     change: torch.Tensor

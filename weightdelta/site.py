@@ -24,7 +24,7 @@ SLOTS: Final = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Window:
+class PlacedWindow:
     """The chunks of consecutive frames of one element width.
 
     Attributes:
@@ -45,7 +45,7 @@ class SiteTable:
     chunks: DeviceChunks
     placed: Placed
 
-    def window(self, first: int, last: int) -> Window:
+    def window(self, first: int, last: int) -> PlacedWindow:
         """The chunks of frames ``first`` to ``last``, both included."""
         low, high = int(self.host.bounds[first]), int(self.host.bounds[last + 1])
         cut = slice(low, high)
@@ -66,7 +66,7 @@ class SiteTable:
             None if at.box is None else at.box[cut],
             at.boxes,
         )
-        return Window(chunks, placed, int(self.host.width[first]), self.host.tensor[cut])
+        return PlacedWindow(chunks, placed, int(self.host.width[first]), self.host.tensor[cut])
 
 
 class Site:

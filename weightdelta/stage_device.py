@@ -22,7 +22,7 @@ from weightdelta.errors import DeviceMemory, StateMismatch
 from weightdelta.fetch import Fetched
 from weightdelta.fold import Folds, as_planes
 from weightdelta.kernels.device import INTS, ChunkLists, DevicePlanes
-from weightdelta.site import Site, SiteTable, Window
+from weightdelta.site import PlacedWindow, Site, SiteTable
 
 #: Planes that go down at once at most, unless those of a single frame are more [B].
 BATCH_BYTES: Final = 64 << 20
@@ -195,7 +195,9 @@ class DeviceStager:
             )
         self._keep(window, lists, change)
 
-    def _send(self, table: SiteTable, window: Window, batch: Sequence[Decoded]) -> DevicePlanes:
+    def _send(
+        self, table: SiteTable, window: PlacedWindow, batch: Sequence[Decoded]
+    ) -> DevicePlanes:
         """Planes of a batch in device memory, through pinned memory, behind each other."""
         turn = self._batches % 2
         self._batches += 1
@@ -236,7 +238,7 @@ class DeviceStager:
             values.view(INTS[window.width]),
         )
 
-    def _keep(self, window: Window, lists: ChunkLists, change: torch.Tensor) -> None:
+    def _keep(self, window: PlacedWindow, lists: ChunkLists, change: torch.Tensor) -> None:
         """Keep a part in device memory while the budget lasts, else in pinned memory."""
         old = lists.new if lists.old is None else lists.old
         part = Part(window, lists, old, change, len(lists.new))
@@ -266,7 +268,7 @@ class DeviceStager:
 
 
 def _counts(
-    table: SiteTable, window: Window, batch: Sequence[Decoded]
+    table: SiteTable, window: PlacedWindow, batch: Sequence[Decoded]
 ) -> np.ndarray[tuple[int], np.dtype[np.uint32]]:
     """Changes in every chunk of a window; frames without any are in no batch."""
     counts = np.zeros(len(window.chunks), np.uint32)
