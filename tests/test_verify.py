@@ -83,10 +83,22 @@ def test_a_lost_tail_is_noticed_by_the_hint(run: SmallRun) -> None:
     (problem,) = _verify(run).problems
     assert log_name(entry.seq) in problem
     run.store.delete(HEAD)
-    assert _verify(run).ok, "without a hint the log just ends earlier"
+    found = _verify(run)
+    assert found.ok, "without a hint the log just ends earlier"
+    assert found.notes == ["head: missing; readers find the end of the log without it, only later"]
     run.store.hint(HEAD, b"")
     (problem,) = _verify(run).problems
     assert problem.startswith("damaged-object: head")
+
+
+def test_a_hint_that_is_old_is_noted(run: SmallRun) -> None:
+    assert _verify(run).notes == []
+    run.store.hint(HEAD, b"1\n")
+    found = _verify(run)
+    assert found.ok
+    (note,) = found.notes
+    last = run.writer.log.next_seq - 1
+    assert note.startswith(f"head: names entry 1, the log ends at {last};")
 
 
 def test_a_store_without_a_run(tmp_path: Path) -> None:

@@ -166,9 +166,11 @@ def findings_table(found: Findings, *, url: str) -> Table:
         title=f"{escape(url)}: {found.versions} versions, {found.frames} frames: {verdict}",
         title_justify="left",
         show_header=False,
-        box=None if found.ok else SQUARE,
+        box=None if found.ok and not found.notes else SQUARE,
     )
     table.add_column("problem", overflow="fold")
     for problem in found.problems:
         table.add_row(escape(problem))
+    for note in found.notes:
+        table.add_row(f"[yellow]harmless:[/] {escape(note)}")
     return table

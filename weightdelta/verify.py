@@ -35,11 +35,13 @@ class Findings:
         versions: Versions checked.
         frames: Frames read and decoded.
         problems: One message per damage; each names the object.
+        notes: What is not as it was left, and harms nobody.
     """
 
     versions: int = 0
     frames: int = 0
     problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     @property
     def ok(self) -> bool:
@@ -78,6 +80,8 @@ def verify(
         hint = _hint(store)
         log.refresh()
         _check_hint(hint, log)
+    if found.ok:
+        found.notes += _stale(hint, log)
     if log.opened is None:
         if found.ok:
             raise InputError(f"{store.url}: expected a run's store, found no log")
@@ -112,6 +116,18 @@ def _check_hint(hint: bytes | None, log: Log) -> None:
         raise MissingObject(
             f"{log_name(int(text))}: named by {HEAD}, but the log ends before {log.next_seq}: "
             f"either the tail of the log was lost, or {HEAD} was damaged"
+        )
+
+
+def _stale(hint: bytes | None, log: Log) -> Iterator[str]:
+    """A hint that does not lead to the log's last entry."""
+    last = log.next_seq - 1
+    if hint is None and last >= 0:
+        yield f"{HEAD}: missing; readers find the end of the log without it, only later"
+    elif hint is not None and int(hint) < last:
+        yield (
+            f"{HEAD}: names entry {int(hint)}, the log ends at {last}; readers look further, it is "
+            "put right by the next version"
         )
 
 
