@@ -35,7 +35,7 @@ LAYERS: tuple[str, ...] = (
     "delta baseline",
     # L4: one side of a publication
     "fence live windows mirror capture_device capture replicas encode job publish "
-    "versions fetch placement recognition decode_batch decode apply site fold device_lists "
+    "versions fetch sharing placement recognition decode_batch decode apply site fold device_lists "
     "stage_device staging pieces apply_blocks",
     # L5: what users hold
     "session publisher engines engines.transformers receiver",
@@ -49,7 +49,7 @@ TRAINER = (
     "fence live windows mirror capture_device capture replicas encode job publish session publisher"
 )
 SAMPLER = (
-    "versions fetch placement recognition decode_batch decode apply site fold device_lists "
+    "versions fetch sharing placement recognition decode_batch decode apply site fold device_lists "
     "stage_device staging pieces apply_blocks engines engines.transformers receiver"
 )
 

@@ -292,3 +292,22 @@ def test_a_part_is_followed_and_never_called_verified(run: SmallRun, follow: Fol
     edit(model["a"], 1, 0x40)
     with pytest.raises(StateMismatch, match=r"[12] of 2 tensors differ"):
         follow(model, partial=True)
+
+
+@pytest.mark.parametrize("part", [slice(5, None), slice(0, 60), slice(None)])
+@pytest.mark.parametrize("use", ["never", "always"])
+def test_a_model_whose_tensors_share_a_part_of_their_memory_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, part: slice, use: str
+) -> None:
+    """Storing the one would change the other, and both would be told to be right."""
+    monkeypatch.setenv("WEIGHTDELTA_DEVICE_KERNELS", "torch_ops")
+    whole = torch.arange(120, dtype=torch.float32)
+    base = {"qkv": whole, "v": whole[part].clone().reshape(-1, 5)}
+    run = SmallRun(tmp_path, weights=base)
+    run.live["v"] += 1
+    run.publish()
+    shared = whole.clone()
+    model = {"qkv": shared, "v": shared[part].view(-1, 5)}
+    with pytest.raises(LayoutMismatch, match="share a part of their memory"):
+        Receiver(run.store, model, config=Config.of({"device": {"use": use}}))
+    run.close()

@@ -19,6 +19,7 @@ from weightdelta.fetch import Fetched
 from weightdelta.kernels import ops
 from weightdelta.kernels.planes import Elements
 from weightdelta.placement import Resident
+from weightdelta.sharing import Place
 
 
 @dataclass(slots=True)
@@ -90,10 +91,9 @@ class Stager:
 
     def _refuse_untied(self) -> None:
         """Names that are published apart may share memory here only while they are equal."""
-        first: dict[tuple[int, tuple[int, ...]], Resident] = {}
+        first: dict[Place, Resident] = {}
         for tensor, resident in self._residents.items():
-            place = (resident.address, resident.source.stride())
-            other = first.setdefault(place, resident) if resident.spec.numel else resident
+            other = first.setdefault(resident.place, resident) if resident.spec.numel else resident
             if other is not resident and not _alike(
                 self._staged.get(other.tensor), self._staged.get(tensor)
             ):

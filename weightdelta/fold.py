@@ -15,6 +15,7 @@ from weightdelta.errors import LayoutMismatch
 from weightdelta.fetch import Fetched
 from weightdelta.kernels.planes import CHUNK, GAP_FACTOR, Elements, Planes
 from weightdelta.placement import Resident
+from weightdelta.sharing import Place
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,11 +163,10 @@ def _after(first: Changes, old: Elements, index: U64) -> Elements:
 
 def _ties(residents: Mapping[int, Resident]) -> list[list[int]]:
     """Groups of tensors that lie in the same memory."""
-    groups: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    groups: dict[Place, list[int]] = {}
     for tensor, resident in residents.items():
         if resident.spec.numel:
-            place = (resident.address, resident.source.stride())
-            groups.setdefault(place, []).append(tensor)
+            groups.setdefault(resident.place, []).append(tensor)
     return [group for group in groups.values() if len(group) > 1]
 
 

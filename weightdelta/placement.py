@@ -7,6 +7,7 @@ own TP or EP shards) will map through the same two methods, ``offsets`` and ``re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from glob import escape
 from typing import Final, Literal
 
@@ -20,6 +21,7 @@ from weightdelta.kernels import ops
 from weightdelta.kernels.device import device_ops
 from weightdelta.kernels.planes import UINTS, Elements
 from weightdelta.layout import Layout, TensorSpec
+from weightdelta.sharing import Place, refuse_overlaps
 from weightdelta.tensors import as_ints, dtype_name, storage_view
 
 DeviceUse = Literal["auto", "always", "never"]
@@ -49,6 +51,11 @@ class Resident:
     source: torch.Tensor
     address: int
     on_device: bool = False
+
+    @cached_property
+    def place(self) -> Place:
+        """Where its elements lie; the same for tensors that are tied in this model."""
+        return Place.of(self.source)
 
     @property
     def seed(self) -> int:
@@ -135,7 +142,8 @@ def place(
         use: Which tensors device kernels patch: those on a GPU, all, or none.
 
     Raises:
-        LayoutMismatch: A tensor is missing, extra, or of another shape or dtype.
+        LayoutMismatch: A tensor is missing, extra, of another shape or dtype, or shares a part
+            of another one's memory.
     """
     second = {n for group in aliases if any(g in layout.index for g in group) for n in group}
     patterns = tuple(exclude)
@@ -157,6 +165,7 @@ def place(
             f"tensor {missing[0]!r} is published but not in this model ({len(missing)} missing "
             "in all); pass partial=True if this receiver holds only a part"
         )
+    refuse_overlaps({resident.name: resident.source for resident in found.values()})
     return [found[i] for i in sorted(found)]
 
 
