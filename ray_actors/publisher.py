@@ -23,7 +23,10 @@ BATCH: Final = 8 << 20
 
 @dataclass(slots=True)
 class _Begun:
+    """An object under way; ``timer`` gives it up when its rank falls silent."""
+
     upload: Upload
+    timer: threading.Timer
     parts: int = 0
 
 
@@ -36,6 +39,7 @@ class NodePublisher:
 
     def __init__(self, store: str, config: Config) -> None:
         self.store = Store.of(store, config=config)
+        self._silence_s = config.publish_timeout_s
         self._begun: dict[str, _Begun] = {}
         self._lock = threading.Lock()
 
@@ -48,7 +52,7 @@ class NodePublisher:
         with self._lock:
             if first == 0:
                 self._drop_all_of(name.rpartition("/")[2])
-                self._begun[name] = _Begun(self.store.begin(name))
+                self._begun[name] = _Begun(self.store.begin(name), self._watch(name, 0))
             begun = self._expect(name, first)
             for part in parts:
                 begun.upload.add(memoryview(part.data))
@@ -64,6 +68,7 @@ class NodePublisher:
         with self._lock:
             begun = self._expect(name, parts)
             del self._begun[name]
+        begun.timer.cancel()
         begun.upload.finish()
 
     def abandon(self, name: str) -> None:
@@ -85,7 +90,25 @@ class NodePublisher:
 
     def _drop(self, name: str) -> None:
         if begun := self._begun.pop(name, None):
+            begun.timer.cancel()
             begun.upload.abandon()
+
+    def _watch(self, name: str, parts: int) -> threading.Timer:
+        timer = threading.Timer(self._silence_s, self._give_up, (name, parts))
+        timer.daemon = True
+        timer.start()
+        return timer
+
+    def _give_up(self, name: str, parts: int) -> None:
+        """Drop an object that has not grown since; nobody else frees what a dead rank left."""
+        with self._lock:
+            begun = self._begun.get(name)
+            if begun is None:
+                return
+            if begun.parts == parts:
+                self._drop(name)
+            else:
+                begun.timer = self._watch(name, begun.parts)
 
 
 class HandedOver:

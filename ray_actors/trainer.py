@@ -33,7 +33,7 @@ from weightdelta.job import Job, base_specs, plan_job
 from weightdelta.publish import Outcome, Receipt
 from weightdelta.record import data_name
 from weightdelta.replicas import Hashes
-from weightdelta.session import Payload, RankSession, upload
+from weightdelta.session import Payload, RankSession, known, upload
 from weightdelta.state import State
 from weightdelta.store import Store
 
@@ -182,8 +182,8 @@ class Rank:
             try:
                 receipt = self._upload(data_name(write_id, self.rank), item)
                 get(coordinator.deliver.remote(receipt))
-            except WeightDeltaError as e:
-                error = e
+            except Exception as e:  # noqa: BLE001 (the other ranks must not wait for this one)
+                error = known(self.rank, getattr(e, "cause", None) or e)  # the publisher's own
         if error is not None:
             get(coordinator.fail.remote(write_id, error))
 

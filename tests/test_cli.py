@@ -254,6 +254,9 @@ def test_as_a_command(run: SmallRun, tmp_path: Path) -> None:
         (["inspect", "{empty}"], 2, "expected a run's store, found no log"),
         (["log", "s3://bucket/run"], 2, "s3"),
         (["log", "nonsense://x"], 2, "nonsense"),
+        (["inspect", "{run}", "--version=--3"], 1, "found '--3'"),
+        (["inspect", "{run}", "--version=" + "9" * 5000], 1, "expected a version or a ref"),
+        (["materialize", "{run}", "--base", "{base}", "--out", "x" * 300], 2, "new folder"),
         (["log", "{empty}", "--config", "[/red].yaml"], 2, "[/red].yaml"),
     ],
 )
@@ -261,6 +264,7 @@ def test_a_known_error_is_one_line(
     args: list[str],
     code: int,
     text: str,
+    run: SmallRun,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -270,7 +274,8 @@ def test_a_known_error_is_one_line(
         monkeypatch.setitem(sys.modules, "s3fs", None)
         loaded = importlib.import_module("fsspec.registry")._registry
         monkeypatch.delitem(loaded, "s3", raising=False)
-    monkeypatch.setattr(sys, "argv", ["weightdelta", *(a.format(empty=tmp_path) for a in args)])
+    places = {"empty": tmp_path, "run": run.store.url, "base": run.checkpoint}
+    monkeypatch.setattr(sys, "argv", ["weightdelta", *(a.format(**places) for a in args)])
     with pytest.raises(SystemExit) as stopped:
         main()
     assert stopped.value.code == code

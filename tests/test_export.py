@@ -1,6 +1,7 @@
 """Parquet files of a run: every figure of its log and indexes, or no file."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -108,3 +109,11 @@ def test_where_it_cannot_write(run: SmallRun, tmp_path: Path) -> None:
         _export(run, tmp_path / "run.csv")
     with pytest.raises(StoreUnavailable, match="cannot be written"):
         _export(run, tmp_path / "nowhere" / "run.parquet")
+
+
+def test_the_latest_time_that_an_entry_may_have(run: SmallRun, tmp_path: Path) -> None:
+    log = Log(run.store)
+    log.refresh()
+    log.versions[1] = replace(log.versions[1], time=9e15)
+    export(log, out=tmp_path / "run.parquet", config=Config())
+    assert pq.read_table(tmp_path / "run.parquet")["time"].cast("int64")[0].as_py() == 2**63 - 1

@@ -399,6 +399,9 @@ def test_refs_point_at_versions_that_exist(trainer: Trainer, base: Base) -> None
     assert trainer.writer.tag("start", version=0) == 0
     with pytest.raises(NotYet, match="version 7"):
         trainer.writer.tag("future", version=7)
+    for name in ("base", "7", "0"):
+        with pytest.raises(InputError, match="a name that is no number and not 'base'"):
+            trainer.writer.tag(name, version=1)
     log = Log(trainer.store)
     log.refresh()
     assert log.refs == {"eval": 1, "start": 0}

@@ -9,6 +9,7 @@ import pytest
 import torch
 from small_runs import SmallRun, Weights, all_bits, edit
 
+from weightdelta import receiver as receiver_module
 from weightdelta import stage_device
 from weightdelta.config import Config
 from weightdelta.decode import Stager
@@ -16,6 +17,7 @@ from weightdelta.decode_batch import decode_all
 from weightdelta.errors import DeviceLost, DeviceMemory, Dirty, LayoutMismatch, StateMismatch
 from weightdelta.fetch import Fetched
 from weightdelta.receiver import Receiver
+from weightdelta.site import Site
 
 Follow = Callable[..., Receiver]
 
@@ -336,3 +338,40 @@ def test_two_updates_share_the_budget_with_the_way_back(
     _go(receiver)
     assert all_bits(model) == run.versions[2]
     run.close()
+
+
+@pytest.mark.parametrize("edited", ["a", "m"])
+def test_devices_that_have_finished_are_put_back_when_another_finds_a_mismatch(
+    run: SmallRun,
+    start: Follow,
+    device: str,
+    mode: str,
+    monkeypatch: pytest.MonkeyPatch,
+    edited: str,
+) -> None:
+    """Two sites on one device stand in for two devices; streamed lists store before they look."""
+
+    def two(residents: Any, *, layout: Any, config: Any) -> list[Site]:
+        found = [r for r in residents if r.on_device]
+        return [
+            Site(group, device=torch.device(device), layout=layout, config=config)
+            for group in (found[:2], found[2:])
+        ]
+
+    monkeypatch.setattr(receiver_module, "sites_of", two)
+    model = on(run.model(), device)
+    receiver = start(model, store=run.store)
+    receiver.prepare(version=3).wait()
+    changed = [
+        i
+        for i, (old, new) in enumerate(
+            zip(run.versions[0][edited], run.versions[3][edited], strict=True)
+        )
+        if old != new
+    ]
+    edit(model[edited], changed[0] // model[edited].element_size(), 2)
+    before = all_bits(model) if mode == "staged" else run.versions[0]
+    with pytest.raises(StateMismatch, match="put back"):
+        receiver.apply()
+    assert receiver.state == "DIRTY"
+    assert all_bits(model) == before

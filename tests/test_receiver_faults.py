@@ -255,6 +255,30 @@ def test_a_pause_that_cannot_start_changes_nothing(run: SmallRun, follow: Follow
     assert receiver.apply().version == 1
 
 
+@pytest.mark.parametrize("move", ["apply", "rollback"])
+def test_nothing_stands_still_for_a_preparation(run: SmallRun, follow: Follow, move: str) -> None:
+    """However long the store takes: the pause begins once the preparation has ended."""
+    engine = _Engine(run.model())
+    store = FaultStore(run.store)
+    receiver = follow(engine, store=store)
+    _go(receiver, 1)
+    store.plan = Plan("hang", ops=frozenset({"read"}))
+    running = receiver.prepare(version=2)
+    while not store.fired:
+        threading.Event().wait(0.01)
+    paused: list[bool] = []
+    engine.inside = lambda: paused.append(running.done())
+    mover = threading.Thread(target=getattr(receiver, move))
+    mover.start()
+    mover.join(0.3)
+    assert paused == []
+    store.release()
+    mover.join(60)
+    assert paused == [True]
+    assert receiver.version == (2 if move == "apply" else 0)
+    assert all_bits(engine.weights) == run.versions[receiver.version]
+
+
 def test_a_pause_that_cannot_end_has_still_applied(run: SmallRun, follow: Follow) -> None:
     """The way back must be that of the apply that took place, not of the one before."""
     engine = _Engine(run.model())

@@ -202,9 +202,7 @@ def test_an_exception_in_the_state_reaches_caller_and_peers(run: Run) -> None:
     with pytest.raises(ArithmeticError):
         run.publish(state)
     run.check(1)
-    assert [str(e) for e in run.errors] == [
-        "rank 0: capture failed with ArithmeticError: reshuffled"
-    ]
+    assert [str(e) for e in run.errors] == ["rank 0 failed with ArithmeticError: reshuffled"]
 
 
 def test_an_exception_after_the_capture_reaches_the_peers(run: Run) -> None:

@@ -1,8 +1,10 @@
 """Objects that are written while their parts are still being made."""
 
 import errno
+import math
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from weightdelta.errors import MissingObject, StoreTimeout, StoreUnavailable
 from weightdelta.store import Store
-from weightdelta.store_backend import GivenUp
+from weightdelta.store_backend import GivenUp, Transient
 from weightdelta.store_feed import Feed
 from weightdelta.store_fsspec import WHOLE, is_big
 from weightdelta.testing.faults import FaultStore, Plan
@@ -38,7 +40,7 @@ def test_a_reader_follows_parts_as_they_come() -> None:
     for part in (b"a", b"b"):
         feed.add(part)
         assert heard.acquire(timeout=10), "it is read before the next one is there"
-    assert feed.is_open()
+    assert feed.ended_at == math.inf
     feed.end()
     reader.join(10)
     assert not reader.is_alive()
@@ -114,6 +116,33 @@ def test_the_bound_counts_from_the_last_part(store: Store, timeout_s: float | No
     upload.add(b"two")
     upload.finish()
     assert store.read("data/x") == b"onetwo"
+
+
+def test_a_failure_in_passing_is_repeated_however_long_the_parts_took(store: Store) -> None:
+    """The bound, and with it the time for another try, counts from the last part."""
+    slow = Store(store.url, timeout_s=5.0, fsync=False)
+    inner, calls = slow._backend, list[int]()
+
+    class Flaky:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(inner, name)
+
+        def put(self, name: str, parts: Any, **more: Any) -> None:
+            data = [bytes(part) for part in parts]
+            calls.append(len(data))
+            if len(calls) == 1:
+                raise Transient(errno.ECONNRESET, "reset once")
+            inner.put(name, data, **more)
+
+    slow._backend = Flaky()  # type: ignore[assignment]
+    slow.timeout_s = 1.0
+    upload = slow.begin("data/x")
+    upload.add(b"one")
+    threading.Event().wait(1.2)
+    upload.add(b"two")
+    upload.finish()
+    assert store.read("data/x") == b"onetwo"
+    assert calls == [2, 2]
 
 
 def test_a_store_that_hangs_is_left_behind(store: Store) -> None:

@@ -1,5 +1,8 @@
 """Torch tensors as unsigned elements: names, and views of the same memory."""
 
+import sys
+from types import ModuleType
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +12,15 @@ from safetensors.torch import save
 
 from weightdelta.errors import InputError, LayoutMismatch
 from weightdelta.layout import WIDTHS
-from weightdelta.tensors import SAFETENSORS, TORCH, as_ints, dtype_name, storage_view, wire_view
+from weightdelta.tensors import (
+    SAFETENSORS,
+    TORCH,
+    as_ints,
+    dtype_name,
+    is_dtensor,
+    storage_view,
+    wire_view,
+)
 
 
 def sample(dtype: str, *shape: int) -> torch.Tensor:
@@ -89,3 +100,11 @@ def test_a_wire_view_shares_its_buffer(dtype: str) -> None:
     assert tensor.element_size() == WIDTHS[dtype]
     as_ints(tensor)[0] = 1
     assert buffer[0] == 1
+
+
+def test_tensors_are_told_apart_while_another_thread_loads_dtensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A module is known before it is whole."""
+    monkeypatch.setitem(sys.modules, "torch.distributed.tensor", ModuleType("half"))
+    assert not is_dtensor(torch.zeros(2))

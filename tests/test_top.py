@@ -206,3 +206,16 @@ def test_names_are_not_markup(run: SmallRun) -> None:
     text = _text(render(sight, now=1.0))
     assert "s3://b/[/red]" in text
     assert "[/x] is bad" in text
+
+
+def test_any_interval_can_be_waited_for(run: SmallRun) -> None:
+    run.step(0)
+    watch = Watch(Log(run.store), interval_s=float("inf"))
+    watch.start()
+    while watch.sight.version is None:
+        threading.Event().wait(0.01)
+    threading.Event().wait(0.1)
+    assert watch._thread.is_alive()
+    watch.stop()
+    watch._thread.join(10)
+    assert not watch._thread.is_alive()

@@ -1,6 +1,7 @@
 """The ``weightdelta`` command. Exit codes: 0 ok, 1 something is bad, 2 usage."""
 
 import json
+import re
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -287,9 +288,9 @@ def _version(log: Log, text: str | None) -> int:
     """A version by number or ref; the newest when none is named."""
     if text is None:
         return log.newest
-    if text.lstrip("-").isdecimal():
+    if re.fullmatch(r"-?[0-9]{1,19}", text):
         return int(text)
-    refs = {"base": 0, **log.refs}
+    refs = {**log.refs, "base": 0}
     if text not in refs:
         known = ", ".join(sorted(refs))
         raise NotYet(f"{log.store.url}: expected a version or a ref ({known}), found {text!r}")

@@ -46,6 +46,8 @@ VERSIONS: Final = pa.schema(
         ("refs", pa.list_(pa.string())),
     ]
 )
+#: The last time that a column of microseconds holds.
+_LAST: Final = 2**63 - 1
 #: One row a frame of a version: its index.
 FRAMES: Final = pa.schema(
     [
@@ -130,7 +132,7 @@ def export(
 def _version_row(entry: VersionEntry, delta: Delta) -> dict[str, Any]:
     same = {n: getattr(entry, n) for n in VERSIONS.names if hasattr(entry, n)}
     return same | {
-        "time": round(entry.time * 1e6),
+        "time": min(round(entry.time * 1e6), _LAST),
         "bound_ratio": ratio(entry),
         "frames": len(delta.plan),
         "frames_changed": int((delta.index.lengths > 0).sum()),

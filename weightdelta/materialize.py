@@ -211,7 +211,11 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _refuse_taken(out: Path) -> None:
-    if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
+    try:
+        taken = out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir())))
+    except OSError as e:
+        raise InputError(f"{out}: expected the name of a new folder: {e.strerror or e}") from e
+    if taken:
         raise InputError(f"{out}: expected a folder that does not exist yet, found one; move it")
 
 

@@ -22,6 +22,7 @@ from weightdelta.errors import (
     Busy,
     CaptureSkew,
     CommitInDoubt,
+    InputError,
     LayoutMismatch,
     NotYet,
     PublicationLost,
@@ -324,8 +325,13 @@ class RunWriter:
         """Point a ref at a version, the newest by default; returns the version.
 
         Raises:
+            InputError: Readers could not name it: it is a number, or ``base``, which is version 0.
             NotYet: The version does not exist.
         """
+        if name == "base" or name.isdigit():
+            raise InputError(
+                f"tag: expected a name that is no number and not 'base', found {name!r}"
+            )
         chosen = self.newest if version is None else version
         self._log.digest(chosen)
 

@@ -217,8 +217,7 @@ class Receiver:
             StateMismatch: The weights were edited meanwhile; nothing was stored.
             WeightDeltaError: The preparation's own error; nothing was stored.
         """
-        if (running := self._preparation) is not None:
-            wait([running._future])  # before anything stands still or is locked
+        self._let_end(self._preparation)
         # The pause before the lock: whoever holds the gate may be calling prepare().
         with self._turn, self._pause() as started, self._lock:
             self._refuse_closed()
@@ -243,6 +242,9 @@ class Receiver:
         Raises:
             NotPrepared: No apply to undo; ``prepare(version=...)`` goes back any distance.
         """
+        if self._undo is not None and (running := self._preparation) is not None:
+            running._future.cancel()
+            self._let_end(running)
         with self._turn, self._pause() as started, self._lock:
             self._refuse_unclean()
             if self._undo is None:
@@ -282,6 +284,12 @@ class Receiver:
             self._forget()
         for pool in (self._background, self._fetchers, self._pool):
             pool.shutdown(wait=False, cancel_futures=True)
+
+    @staticmethod
+    def _let_end(running: Preparation | None) -> None:
+        """Wait for a preparation before anything stands still or is locked."""
+        if running is not None:
+            wait([running._future])
 
     @contextmanager
     def _pause(self) -> Iterator[float]:

@@ -7,7 +7,7 @@ known. Only a committed outcome moves the baseline.
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Protocol
@@ -73,7 +73,7 @@ class Payload:
         try:
             return self._make(self.frames)
         except Exception as e:
-            raise _known(self._rank, e) from e
+            raise known(self._rank, e) from e
 
     @property
     def frames(self) -> list[EncodedFrame]:
@@ -93,7 +93,7 @@ class Payload:
         try:
             return job.result()
         except Exception as e:
-            raise _known(self._rank, e) from e
+            raise known(self._rank, e) from e
 
 
 class Uploading(Protocol):
@@ -338,7 +338,7 @@ class RankSession:
     def _refuse(self, error: BaseException, deliver: Deliver) -> None:
         """Tell the others that this rank captured nothing."""
         try:
-            deliver(_known(self.rank, error))
+            deliver(known(self.rank, error))
         finally:
             self._turn.release()
 
@@ -347,7 +347,7 @@ class RankSession:
             try:
                 coming = captured.encoding.coming(captured.planes)
             except Exception as e:  # noqa: BLE001 (the other ranks must not wait for this one)
-                return deliver(_known(self.rank, e))
+                return deliver(known(self.rank, e))
             making = partial(self._receipt, captured, self._clock())
             payload = Payload(coming, making, rank=self.rank)
             outcome = deliver(payload)
@@ -388,8 +388,10 @@ class RankSession:
         )
 
 
-def _known(rank: int, error: BaseException) -> WeightDeltaError:
+def known(rank: int, error: BaseException) -> WeightDeltaError:
     """An error that every rank can be told."""
     if isinstance(error, WeightDeltaError):
         return error
-    return PublicationLost(f"rank {rank}: capture failed with {type(error).__name__}: {error}")
+    if isinstance(error, CancelledError):
+        return PublicationLost(f"rank {rank} was closed in mid-publication")
+    return PublicationLost(f"rank {rank} failed with {type(error).__name__}: {error}")

@@ -73,8 +73,10 @@ class Staging:
                 part.begin(back=back)
             store_values(self.host, pool=pool, workers=workers, back=back)
             with _undone_on_host(self.host, pool, workers, back=back):
-                while begun:
-                    begun.pop(0).finish(back=back)
+                for part in list(begun):
+                    begun.remove(part)  # one that finds a mismatch puts itself back
+                    part.finish(back=back)
+                    begun.append(part)
 
 
 @contextmanager

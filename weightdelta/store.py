@@ -411,13 +411,12 @@ class Store:
     def _repeat(self, operation: Callable[[], T], feed: Feed | None) -> T:
         """Send it again while it fails in passing, after longer and longer pauses with jitter."""
         bound = math.inf if self.timeout_s is None else self.timeout_s
-        stop = time.monotonic() + bound
+        begun = time.monotonic()
         for tries in itertools.count():
             try:
                 return operation()
             except Transient:
-                if feed and feed.is_open():  # nobody has begun to wait
-                    stop = time.monotonic() + bound
+                stop = (feed.ended_at if feed else begun) + bound
                 pause = _JITTER.uniform(0, min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**tries))
                 late = time.monotonic() + pause >= stop
                 if late or tries >= self._retries:

@@ -1,7 +1,9 @@
 """The parts of an object that is written while they are still being made."""
 
 import errno
+import math
 import threading
+import time
 from collections.abc import Iterator
 from typing import Literal
 
@@ -13,12 +15,16 @@ class Feed:
 
     It can be read again from the start, so that a request that failed can be repeated. One
     thread adds, any number may read.
+
+    Attributes:
+        ended_at: When the last part was there, by the monotonic clock [s].
     """
 
     def __init__(self) -> None:
         self._parts: list[Buffer] = []
         self._changed = threading.Condition()
         self._state: Literal["open", "ended", "given up"] = "open"
+        self.ended_at = math.inf
 
     def add(self, part: Buffer) -> None:
         """Append a part; it must stay as it is until the object is written."""
@@ -33,10 +39,6 @@ class Feed:
     def give_up(self) -> None:
         """Nobody waits for this object any more: whoever reads gets ``GivenUp``."""
         self._become("given up")
-
-    def is_open(self) -> bool:
-        """Whether parts may still come."""
-        return self._state == "open"
 
     def is_wanted(self) -> bool:
         """Whether somebody still waits for the object."""
@@ -57,5 +59,6 @@ class Feed:
 
     def _become(self, state: Literal["ended", "given up"]) -> None:
         with self._changed:
+            self.ended_at = min(self.ended_at, time.monotonic())
             self._state = state
             self._changed.notify_all()

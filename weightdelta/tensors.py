@@ -45,8 +45,9 @@ def dtype_name(tensor: torch.Tensor, *, name: str) -> str:
 
 def is_dtensor(tensor: torch.Tensor) -> "TypeGuard[DTensor]":
     """Whether a tensor is a DTensor; asking does not load them, which takes most of a second."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(tensor, module.DTensor)
+    # Another thread may be loading them just now; until the class is there, nothing is one.
+    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return kind is not None and isinstance(tensor, kind)
 
 
 def as_ints(tensor: torch.Tensor) -> torch.Tensor:

@@ -166,7 +166,7 @@ class Watch:
             except WeightDeltaError as e:
                 self.failed = e
                 return
-            self._stop.wait(self._interval_s)
+            self._stop.wait(min(self._interval_s, threading.TIMEOUT_MAX))
 
 
 def render(sight: Sight, *, now: float, patience_s: float = 0.0) -> Group:

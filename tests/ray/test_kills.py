@@ -243,6 +243,31 @@ def test_publisher_before_and_after_its_upload(run: Run, fault: Fault) -> None:
     run.check()
 
 
+def test_publisher_fails_with_an_error_of_no_type_of_ours(run: Run) -> None:
+    """It is named at once, not taken for a rank that fell silent; and the next one is whole."""
+    inside(run.publisher, break_memory)
+    publication = run.begin()
+    with pytest.raises(PublicationLost, match=r"failed with MemoryError: no room"):
+        publication.wait(LONG)
+    inside(run.publisher, mend_memory)
+    run.check()
+
+
+def break_memory(self: Any) -> None:
+    """In a publisher: nothing can be begun."""
+
+    class Full:
+        def begin(self, name: str) -> None:
+            raise MemoryError(f"no room for {name}")
+
+    self.whole, self.store = self.store, Full()
+
+
+def mend_memory(self: Any) -> None:
+    """In a publisher: all is well again."""
+    self.store = self.whole
+
+
 def test_rank_within_its_capture(run: Run) -> None:
     run.step()
     ray.get(run.handles[1].hook.remote(on_live=die))

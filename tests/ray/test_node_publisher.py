@@ -2,6 +2,7 @@
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+from rayjobs import LONG
 
 from ray_actors.calls import PUBLISHER, get
 from ray_actors.publisher import BATCH, HandedOver, NodePublisher
@@ -67,6 +69,20 @@ def test_what_a_rank_left_behind_is_dropped_by_its_next_object(
     with pytest.raises(PublicationLost):
         publisher.finish(ONE, 1)
     assert store.names("data") == sorted([other, TWO])
+
+
+def test_what_a_dead_rank_left_behind_is_dropped_in_the_end(store: Store) -> None:
+    publisher = NodePublisher(store.url, Config.of({"publish_timeout_s": 0.3}))
+    before = set(threading.enumerate())
+    publisher.add(ONE, 0, _parts(b"a"))
+    publisher.add(data_name("1" * 32, 1), 0, _parts(b"b"))
+    publisher.finish(data_name("1" * 32, 1), 1)
+    stop = time.monotonic() + LONG
+    while set(threading.enumerate()) - before and time.monotonic() < stop:
+        time.sleep(0.02)
+    assert not set(threading.enumerate()) - before, "neither an upload nor a timer is left"
+    with pytest.raises(PublicationLost, match="found 0"):
+        publisher.finish(ONE, 1)
 
 
 @pytest.fixture
