@@ -35,8 +35,8 @@ LAYERS: tuple[str, ...] = (
     "delta baseline",
     # L4: one side of a publication
     "fence live windows mirror capture_device capture replicas encode job publish "
-    "versions fetch sharing placement recognition decode_batch decode apply site fold device_lists "
-    "stage_device staging pieces apply_blocks",
+    "versions fetch sharing placement recognition decode_batch decode pages apply site fold "
+    "device_lists stage_device staging pieces apply_blocks",
     # L5: what users hold
     "session publisher engines engines.transformers receiver",
     # L6: what people run
@@ -49,8 +49,8 @@ TRAINER = (
     "fence live windows mirror capture_device capture replicas encode job publish session publisher"
 )
 SAMPLER = (
-    "versions fetch sharing placement recognition decode_batch decode apply site fold device_lists "
-    "stage_device staging pieces apply_blocks engines engines.transformers receiver"
+    "versions fetch sharing placement recognition decode_batch decode pages apply site fold "
+    "device_lists stage_device staging pieces apply_blocks engines engines.transformers receiver"
 )
 
 #: The Ray actors stand on top of the library, in their own order.

@@ -14,6 +14,7 @@ import numpy as np
 from weightdelta.decode import Staged
 from weightdelta.errors import StateMismatch
 from weightdelta.kernels import ops
+from weightdelta.pages import make_writable
 
 
 def store_values(
@@ -63,8 +64,9 @@ def _cuts(sizes: Sequence[int], parts: int) -> list[int]:
 
 
 def rehearse(staged: Sequence[Staged]) -> None:
-    """Do ahead of the pause what can be: compile the kernel, map the offsets; store nothing."""
+    """Do ahead of the pause what can be: kernel, offsets, page faults; store nothing."""
     for item in staged:
+        make_writable(item.resident.memory, item.places)
         ops().scatter(item.resident.memory, item.places[:0], expect=item.old[:0], new=item.new[:0])
 
 
