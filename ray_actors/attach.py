@@ -30,12 +30,14 @@ from weightdelta.config import Config
 from weightdelta.errors import Busy, InputError, PublicationLost, WeightDeltaError
 from weightdelta.job import Job, plan_job
 from weightdelta.publish import Outcome, skipped
-from weightdelta.publisher import Publication, wait_for
+from weightdelta.publisher import Publication, step_number, wait_for
 from weightdelta.replicas import refuse_divergence
 from weightdelta.store import Store
 
 #: Longest wait of one question for an outcome [s].
 POLL_S = 20.0
+#: Longest wait for ranks to drop their sessions [s]; a step may be far from its end.
+DETACH_S = 10.0
 
 
 class TrainerGroup:
@@ -65,6 +67,7 @@ class TrainerGroup:
         self.publishers = attachment.publishers
         self._concurrent = concurrent
         self._last: Publication | None = None
+        self._newest = 0
         self._closed = False
         self._publishing = threading.Lock()
         self._reviving = threading.Lock()
@@ -85,12 +88,15 @@ class TrainerGroup:
         Raises:
             Busy: The previous publication is running and ``on_busy`` is ``error``.
             ConfigError: The codec does not take the values that the settings name.
+            InputError: ``step`` is no integer from 0 to 2**63 - 1.
+            PublicationLost: On concurrent actors, a capture outlasted ``publish_timeout_s``.
             WeightDeltaError: On concurrent actors, what a rank's capture raised.
         """
+        number = step_number(step)
         if codec is not None:
             self._job.config.with_codec(codec)  # refused here rather than on every rank
         with self._publishing:
-            return self._publish(secrets.token_hex(16), step, codec)
+            return self._publish(secrets.token_hex(16), number, codec)
 
     def _publish(self, write_id: str, step: int | None, codec: Codec | None) -> Publication:
         strict = self._job.config.on_busy == "error"
@@ -98,19 +104,20 @@ class TrainerGroup:
         if busy is not None:
             if strict:
                 raise busy
-            return _settled(skipped(write_id, step=step, version=self._ask("newest")))
+            # As of the last begin: to ask for it could wait for a store that does not answer.
+            return _settled(skipped(write_id, step=step, version=self._newest))
         try:
-            version = self._ask("begin", write_id, step)
+            version = self._newest = self._ask("begin", write_id, step)
             acks = self._capture(write_id, version, codec)
+            self._last = Publication(self._follow(write_id, acks))
         except BaseException as e:
             # Interrupted in between: without this the next ones would find it still under way.
             if not self._closed:
                 lost = PublicationLost(f"publish was interrupted by {type(e).__name__}")
                 self.coordinator.fail.remote(write_id, lost)
             raise
-        self._last = Publication(self._follow(write_id, acks))
         if self._concurrent:
-            error = first_error(acks)
+            error = first_error(acks, timeout=self._job.config.publish_timeout_s)
             if error:
                 self._ask("fail", write_id, error)
                 if strict or not isinstance(error, Busy):
@@ -144,7 +151,8 @@ class TrainerGroup:
         """Take the hooks off the trainers and end the actors.
 
         Waits for the publication under way, up to ``store.retry_s``: where a store has failed
-        for good, its outcome will never be known.
+        for good, its outcome will never be known. A rank that is in a call of its own for more
+        than 10 s drops its session after that.
         """
         with self._publishing:
             if self._last:
@@ -279,7 +287,20 @@ def _check(trainers: Sequence[Any], store: str, config: Config) -> None:
             "attach: expected a list of Ray actor handles, in rank order, found "
             + ("an empty list" if given == [] else found)
         )
+    _refuse_duplicates(handles)
     Store.of(store, config=config)
+
+
+def _refuse_duplicates(handles: Sequence[Any]) -> None:
+    """An actor holds one session of a group, so a second rank on it would never be heard of."""
+    first: dict[Any, int] = {}
+    for position, handle in enumerate(handles):
+        before = first.setdefault(handle, position)
+        if before != position:
+            raise InputError(
+                "attach: expected a different actor for each rank, found "
+                f"{handle!r} at positions {before} and {position}; pass each handle once"
+            )
 
 
 def _start(
@@ -300,14 +321,18 @@ def _start(
     )
     refuse_divergence([s.hashes for s in started])
     tables = [s.table for s in started]
-    get(coordinator.open.remote(sum(tables[1:], tables[0]), version))
-    get([h.__ray_call__.remote(trainer.take_over, attachment.group) for h in trainers])
+    older = get(coordinator.open.remote(sum(tables[1:], tables[0]), version))
+    taken = (trainer.take_over, attachment.group, older, coordinator)
+    get([h.__ray_call__.remote(*taken) for h in trainers])
 
 
 def _detach(trainers: Sequence[Any], attachment: Attachment, coordinator: Any) -> None:
-    """Undo an attachment: no rank keeps a session, no actor stays."""
+    """Undo an attachment: no rank keeps a session, no actor stays.
+
+    A rank in a call that does not end within ``DETACH_S`` drops its session after that call.
+    """
     calls = [h.__ray_call__.remote(trainer.detach, attachment.group) for h in trainers]
-    wait([call.future() for call in calls])  # a rank that is gone needs none
+    wait([call.future() for call in calls], DETACH_S)  # a rank that is gone needs none
     for actor in (coordinator, *attachment.publishers.values()):
         ray.kill(actor)
 

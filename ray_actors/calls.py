@@ -68,6 +68,17 @@ def get(refs: Any, *, timeout: float | None = None) -> Any:
     return [_result(future, 0) for future in futures]
 
 
+def is_gone(actor: Any, *, timeout: float) -> bool:
+    """Whether an actor has died and stays dead; False when that is not known in time."""
+    try:
+        get(actor.__ray_ready__.remote(), timeout=timeout)
+    except ActorGone:
+        return True
+    except (PublicationLost, TimeoutError):
+        return False  # being restarted, or at work
+    return False
+
+
 def _result(future: "Future[Any]", timeout: float | None = None) -> Any:
     try:
         return future.result(timeout)
@@ -82,13 +93,29 @@ def _result(future: "Future[Any]", timeout: float | None = None) -> Any:
         raise PublicationLost(f"an actor died: {e}") from e
 
 
-def first_error(refs: Sequence[Any]) -> WeightDeltaError | None:
-    """Wait for calls until all have returned or one has failed; the failure as ours."""
-    for future in as_completed([ref.future() for ref in refs]):
-        error = future.exception()
-        cause = getattr(error, "cause", error)
-        if isinstance(cause, WeightDeltaError):
-            return cause
-        if error is not None:
-            return PublicationLost(f"capture failed with {type(cause).__name__}: {cause}")
-    return None
+def first_error(refs: Sequence[Any], *, timeout: float | None = None) -> WeightDeltaError | None:
+    """Wait for captures until all have returned or one has failed; the failure as ours.
+
+    Args:
+        refs: One a rank, in rank order.
+        timeout: After so many seconds those that have not returned are the failure.
+    """
+    futures = [ref.future() for ref in refs]
+    try:
+        errors = (_error(future) for future in as_completed(futures, timeout))
+        return next((e for e in errors if e is not None), None)
+    except TimeoutError:
+        late = [rank for rank, future in enumerate(futures) if not future.done()]
+        return PublicationLost(
+            f"no capture by ranks {late} within {timeout} s; the next publication covers the span"
+        )
+
+
+def _error(future: "Future[Any]") -> WeightDeltaError | None:
+    error = future.exception()
+    cause = getattr(error, "cause", error)
+    if isinstance(cause, WeightDeltaError):
+        return cause
+    if error is None:
+        return None
+    return PublicationLost(f"capture failed with {type(cause).__name__}: {cause}")

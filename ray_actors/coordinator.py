@@ -95,8 +95,11 @@ class Coordinator:
         await asyncio.to_thread(self.writer.log.refresh)
         return self.writer.newest
 
-    async def open(self, table: U64, version: int) -> int:
-        """Check the run against the ranks' baselines and open it; returns the newest version.
+    async def open(self, table: U64, version: int) -> list[str]:
+        """Check the run against the ranks' baselines and open it.
+
+        Returns:
+            The groups that had opened it before, which the log fences from now on.
 
         Raises:
             PublicationLost: The baselines are at ``version``, and a later one was committed.
@@ -109,7 +112,15 @@ class Coordinator:
                     f"store {self._attachment.store}: version {newest} was published while this "
                     f"job attached at {version}; attach again"
                 )
-            return await asyncio.to_thread(self.writer.open, self._job, table=table)
+            await asyncio.to_thread(self.writer.open, self._job, table=table)
+            return self._older()
+
+    def _older(self) -> list[str]:
+        """Groups of lower writer epochs: the log knows them, however they spell its store."""
+        own = self._attachment.group
+        nonces = [e.nonce for e in self.writer.log.entries if isinstance(e, OpenEntry)]
+        mine = max(i for i, nonce in enumerate(nonces) if nonce.startswith(own))
+        return sorted({nonce[: len(own)] for nonce in nonces[:mine]} - {own})
 
     async def bundle(self) -> tuple[Attachment, Job]:
         """What a restarted rank needs."""

@@ -7,7 +7,7 @@ gets what it needs from the coordinator.
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import ray
 import torch
 from ray import cloudpickle
 
-from ray_actors.calls import ActorGone, Attachment, get
+from ray_actors.calls import ActorGone, Attachment, get, is_gone
 from ray_actors.publisher import HandedOver
 from weightdelta.base import Base
 from weightdelta.capture import Inventory, take_inventory
@@ -34,7 +34,7 @@ from weightdelta.publish import Outcome, Receipt
 from weightdelta.record import data_name
 from weightdelta.replicas import Hashes
 from weightdelta.session import Payload, RankSession, known, upload
-from weightdelta.state import State
+from weightdelta.state import State, as_attached
 from weightdelta.store import Store
 
 #: Longest wait of one question for an outcome; then it is asked again [s].
@@ -43,6 +43,10 @@ POLL_S = 20.0
 UPLOAD_TRIES = 2
 #: Pause before something that failed is tried again [s].
 PAUSE_S = 1.0
+#: A rank beats so many times in the time in which silence means loss.
+BEATS = 4
+#: Least time between two looks for the driver, else ``heartbeat_s`` [s].
+IDLE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,11 +86,18 @@ class Started:
 
 
 class Heartbeat:
-    """Tells a coordinator that this rank lives, for every publication it has in hand."""
+    """Tells a coordinator that this rank lives, for every publication it has in hand.
 
-    def __init__(self, rank: int, *, period_s: float) -> None:
+    Args:
+        rank: Which one.
+        period_s: Seconds between two beats.
+        idle: Called now and then while no publication is in hand.
+    """
+
+    def __init__(self, rank: int, *, period_s: float, idle: Callable[[], None]) -> None:
         self._rank = rank
         self._period_s = period_s
+        self._idle = idle
         self._changed = threading.Condition()
         self._coordinators: dict[str, Any] = {}
         self._closed = False
@@ -111,27 +122,44 @@ class Heartbeat:
             self._changed.notify_all()
 
     def _run(self) -> None:
-        while True:
+        while self._wait():
             with self._changed:
-                self._changed.wait_for(lambda: self._closed or self._coordinators)
-                if self._closed:
-                    return
                 for write_id, coordinator in self._coordinators.items():
                     coordinator.beat.remote(write_id, self._rank)
-                self._changed.wait(self._period_s)
+                if self._coordinators:
+                    self._changed.wait(self._period_s)
+                    continue
+            self._idle()  # without the lock, which a capture needs
+
+    def _wait(self) -> bool:
+        """Until there is something to do; False once closed."""
+        with self._changed:
+            idle_s = max(IDLE_S, BEATS * self._period_s)
+            self._changed.wait_for(lambda: self._closed or self._coordinators, idle_s)
+            return not self._closed
 
 
 class Rank:
-    """One attached trainer rank: the session, the user's functions, the way to the others."""
+    """One attached trainer rank: the session, the user's functions, the way to the others.
+
+    Attributes:
+        coordinator: The one that was heard of last, None before the run is open; the driver
+            starts another when it is gone.
+    """
 
     def __init__(self, attachment: Attachment, job: Job, *, rank: int) -> None:
         self.rank = rank
-        self.store = attachment.store
         self._store = Store.of(attachment.store, config=attachment.config)
         self._publisher = attachment.publishers.get(ray.get_runtime_context().get_node_id())
         self._state, self._guard, self._mark = _functions(attachment)
+        self._exclude = attachment.exclude
         self.session = RankSession(job, rank=rank, store=self._store, clock=time.monotonic)
-        self._heart = Heartbeat(rank, period_s=attachment.config.heartbeat_s / 4)
+        self._group = attachment.group
+        self._serving = list(attachment.publishers.values())
+        self.coordinator: Any = None
+        self._ending = False
+        self._beat_s = attachment.config.heartbeat_s / BEATS
+        self._heart = Heartbeat(rank, period_s=self._beat_s, idle=self._end_if_orphaned)
 
     def close(self) -> None:
         """Remove the hooks and end the threads."""
@@ -147,16 +175,21 @@ class Rank:
             guard=None if guard is None else lambda: guard(actor),
         )
 
+    def _attached(self, actor: Any) -> State:
+        layout = self.session.job.layout
+        return as_attached(self._state(actor), layout=layout, exclude=self._exclude)
+
     def capture(
         self, actor: Any, write_id: str, coordinator: Any, *, codec: Codec | None = None
     ) -> None:
         """Capture now; the rest happens on the session's thread."""
         guard = self._guard
         mark = None if self._mark is None else int(self._mark(actor))
+        self.coordinator = coordinator
         self._heart.start(write_id, coordinator)
         try:
             self.session.publish(
-                lambda: self._state(actor),
+                lambda: self._attached(actor),
                 write_id=write_id,
                 deliver=lambda item: self._deliver(write_id, item, coordinator),
                 mark=mark,
@@ -164,8 +197,22 @@ class Rank:
                 codec=codec,
             )
         except BaseException:
-            self._heart.stop(write_id)  # the driver hears of it by the exception
+            self._heart.stop(write_id)
             raise
+
+    def _end_if_orphaned(self) -> None:
+        """End the session when its driver is gone: nobody else takes its hooks off.
+
+        The driver owns the coordinator and the publishers, so all of them go with it; one that
+        is killed for good is no sign, the driver goes on without it.
+        """
+        serving = [*self._serving, *filter(None, [self.coordinator])]
+        if self._ending or not all(is_gone(a, timeout=self._beat_s) for a in serving):
+            return
+        self._ending = True
+        # In the actor's own line: hooks must not go while a step runs through them.
+        me = ray.get_runtime_context().current_actor
+        me.__ray_call__.remote(detach, self._group)
 
     def _deliver(
         self, write_id: str, item: Payload | WeightDeltaError, coordinator: Any
@@ -210,7 +257,7 @@ class Rank:
 
 
 _RANKS: dict[str, Rank] = {}
-#: Groups whose store another attachment has taken over.
+#: Groups whose run another attachment has taken over.
 _SUPERSEDED: set[str] = set()
 #: Concurrent actors may run two captures at once; only one of them starts a session.
 _STARTING = threading.Lock()
@@ -292,12 +339,20 @@ def capture(
 ) -> Ack:
     """Capture the rank's weights against ``version`` and publish them in the background."""
     started = time.monotonic()
+    try:
+        found = _ready(actor, group, rank, version, coordinator)
+        found.capture(actor, write_id, coordinator, codec=codec)
+    except BaseException as e:
+        # Not left to the driver, which may have been interrupted; to be told twice is harmless.
+        coordinator.fail.remote(write_id, known(rank, e))
+        raise
+    return Ack(time.monotonic() - started, version)
+
+
+def _ready(actor: Any, group: str, rank: int, version: int, coordinator: Any) -> Rank:
+    """The group's session in this process, its baseline at ``version``."""
     with _STARTING:
-        if group in _SUPERSEDED:
-            raise Fenced(
-                f"rank {rank}: another job has attached to this store since; this group must "
-                "not publish any more"
-            )
+        _refuse_superseded(group)
         if group not in _RANKS:
             # This process was restarted since attach.
             attachment, job = get(coordinator.bundle.remote())
@@ -305,19 +360,39 @@ def capture(
         found = _RANKS[group]
     if found.session.version != version:
         found.session.catch_up(version)
-    found.capture(actor, write_id, coordinator, codec=codec)
-    return Ack(time.monotonic() - started, version)
+    return found
 
 
-def take_over(actor: Any, group: str) -> None:  # noqa: ARG001 (passed by __ray_call__)
-    """Drop the sessions of whoever attached to this store before; the log has fenced them.
+def take_over(actor: Any, group: str, older: Sequence[str], coordinator: Any) -> None:
+    """Drop the sessions of the groups that opened this run before; the log has fenced them.
 
     Called only once the new run is open: an attach that fails must not harm the one before it.
+    ``older`` comes from the log: of two that attach at once the calls may arrive in any order,
+    and one that is only about to open is newer than both.
+
+    Raises:
+        Fenced: A newer group was here first.
+        PublicationLost: This process was restarted since ``start``.
     """
-    mine = _RANKS[group]
-    for other in [g for g, r in _RANKS.items() if r is not mine and r.store == mine.store]:
-        _RANKS.pop(other).close()
-        _SUPERSEDED.add(other)
+    with _STARTING:
+        _refuse_superseded(group)
+        for other in older:
+            detach(actor, other)
+        _SUPERSEDED.update(older)
+        if group not in _RANKS:
+            raise PublicationLost(
+                f"group {group}: expected the session that attach started on this rank, found "
+                "none; the rank was restarted meanwhile, attach again"
+            )
+        _RANKS[group].coordinator = coordinator
+
+
+def _refuse_superseded(group: str) -> None:
+    if group in _SUPERSEDED:
+        raise Fenced(
+            f"group {group}: another job has attached to this store since; this group must not "
+            "publish any more"
+        )
 
 
 def detach(actor: Any, group: str) -> None:  # noqa: ARG001 (passed by __ray_call__)

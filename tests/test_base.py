@@ -17,7 +17,8 @@ from safetensors.torch import save_file
 from weightdelta.base import INDEX, Base
 from weightdelta.errors import InputError, LayoutMismatch
 from weightdelta.frame import Segment
-from weightdelta.layout import WIDTHS, TensorSpec
+from weightdelta.job import base_specs
+from weightdelta.layout import WIDTHS, Layout, TensorSpec
 from weightdelta.tensors import TORCH
 
 Header = dict[str, Any]
@@ -175,7 +176,17 @@ def test_a_dtype_that_weightdelta_lacks_is_named(tmp_path: Path) -> None:
     header = {"six": entry("F6_E2M3", [4], 0, 3)}
     base = write(tmp_path / "m.safetensors", header, bytes(3))
     with pytest.raises(LayoutMismatch, match=r"'six'.*F6_E2M3"):
-        _ = base.specs
+        Layout.of(base.specs)
+    with pytest.raises(LayoutMismatch, match=r"'six'.*F6_E2M3"):
+        base.elements("six")
+
+
+def test_a_dtype_that_weightdelta_lacks_can_be_excluded(tmp_path: Path) -> None:
+    header = {"six": entry("F6_E2M3", [4], 0, 3), "t": entry("U8", [4], 3, 7)}
+    base = write(tmp_path / "m.safetensors", header, bytes(range(7)))
+    specs = base_specs(base, exclude=["six"])
+    assert Layout.of(specs.values()).tensors == (TensorSpec("t", "U8", (4,)),)
+    assert base.elements("t").tolist() == [3, 4, 5, 6]
 
 
 @given(data=st.data())

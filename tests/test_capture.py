@@ -373,3 +373,39 @@ def test_ranks_capture_only_what_they_own(base: Base) -> None:
     live["w"][3] += 1
     changed = [sum(f.changed for f in rank.encode(live)) for rank in ranks]
     assert changed == [0, 3]
+
+
+def _freed() -> torch.Tensor:
+    tensor = torch.zeros(4, 3).bfloat16()
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: torch.empty(4, 3, dtype=torch.bfloat16, device="meta"), "meta device"),
+        (lambda: torch.ones(4, 3).to_sparse(), "sparse_coo"),
+        (lambda: torch.ones(4, 3, dtype=torch.complex64).conj().imag, "negative bit"),
+        (_freed, "storage freed"),
+    ],
+)
+def test_a_tensor_that_cannot_be_read_is_named(
+    base: Base, make: Callable[[], torch.Tensor], words: str
+) -> None:
+    rank = Rank(job_for(_weights(), base))
+    with pytest.raises(LayoutMismatch, match=f"'w'.*{words}"):
+        rank.capture({**_weights(), "w": make()})
+
+
+def test_a_second_name_with_values_of_its_own_is_refused(base: Base) -> None:
+    live = _weights()
+    rank = Rank(job_for({**live, "tied": live["w"]}, base))
+    assert rank.job.layout.alias_of == {"tied": "w"}
+    live["w"] += 1
+    for tied in (live["w"], live["w"].clone(), live["w"].view(4, 3)):
+        rank.capture({**live, "tied": tied})
+    rank.capture(live)  # not in the state: nothing is said of it
+    for tied in (-live["w"], live["w"].double(), live["w"][:2], _freed()):
+        with pytest.raises(LayoutMismatch, match="'tied'"):
+            rank.capture({**live, "tied": tied})

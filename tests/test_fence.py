@@ -63,6 +63,11 @@ def capture(f: StepFence, work: Callable[[Token], Any], *, guard: Any = None) ->
         work(token)
 
 
+def total(f: StepFence) -> int:
+    """Steps of all optimizers."""
+    return sum(f.now().values())
+
+
 def weights() -> torch.nn.Parameter:
     return torch.nn.Parameter(torch.zeros(8))
 
@@ -94,7 +99,7 @@ def test_a_capture_waits_for_a_running_step(hooked: bool) -> None:
             with thread(lambda: capture(f, look)):
                 assert read.wait(MOMENT if hooked else LONG) is not hooked
                 go.set()
-        assert f.steps == int(hooked)
+        assert total(f) == int(hooked)
     assert torn(seen[0]) is not hooked
 
 
@@ -115,7 +120,7 @@ def test_a_step_waits_for_a_running_capture(hooked: bool) -> None:
                 stepping.join(LONG)
             second = w[4:].detach().clone()
         stepping.join(LONG)
-        assert f.steps == int(hooked)
+        assert total(f) == int(hooked)
     assert torn(torch.cat([first, second])) is not hooked
     assert w.detach().tolist() == [1.0] * 8
 
@@ -133,7 +138,7 @@ def test_a_step_waits_its_bound_then_drops_the_capture() -> None:
     with fence(SHORT) as f:
         with pytest.raises(CaptureDropped, match="next publication covers"):
             capture(f, stay)
-        assert f.steps == 1
+        assert total(f) == 1
         assert f.delay_s >= SHORT
         with f.capturing() as token:  # and the fence is as before
             assert not token.dropped
@@ -208,7 +213,7 @@ def test_a_step_that_raised_is_over() -> None:
         with f.capturing() as token:
             assert not token.dropped
         go.set()
-    assert f.steps == 0
+    assert total(f) == 0
 
 
 def test_a_step_inside_a_step_does_not_open_the_fence() -> None:
@@ -234,7 +239,7 @@ def test_a_step_inside_a_step_does_not_open_the_fence() -> None:
         with f.capturing():
             pass
     assert refused == [True]
-    assert f.steps == 2
+    assert total(f) == 2
 
 
 def test_guard_is_held_around_the_capture_and_left_on_errors() -> None:
@@ -262,24 +267,73 @@ def test_closed_fence_sees_no_step() -> None:
     with fence() as f:
         Tearing([w]).step()
     Tearing([w]).step()
-    assert f.steps == 1
+    assert total(f) == 1
 
 
-def test_the_step_that_optimizers_keep() -> None:
-    one, two, idle = (torch.nn.Parameter(torch.zeros(3)) for _ in range(3))
-    plain = torch.optim.SGD([one], lr=1.0)
-    adam = torch.optim.AdamW([one, two, idle], lr=1.0)
-    with fence() as f:
-        assert f.optimizer_step() is None
-        one.grad = torch.ones(3)
-        plain.step()
-        assert f.optimizer_step() is None, "SGD keeps no count"
-        adam.step()
-        two.grad = torch.ones(3)
-        adam.step()
-        assert f.optimizer_step() == 2, "parameters without a gradient stay behind"
-        adam.state[one]["step"] = 7  # some optimizers keep a plain number
-        assert f.optimizer_step() == 7
+def failing(locals_: int, log: list[str], f: StepFence, step: Callable[[], None]) -> None:
+    """A training loop with that many locals, which captures, then meets a step that raises."""
+    names: dict[str, Any] = {}
+    lines = [f"    v{i} = 0" for i in range(locals_)]
+    code = ["def loop(attempt):", *lines, "    for _ in range(3):", "        attempt()"]
+    exec("\n".join(code), names)  # noqa: S102 (frames of many sizes, to meet the one that was freed)
+
+    def attempt() -> None:
+        try:
+            with f.capturing():
+                log.append("captured")
+        except CaptureDropped:
+            log.append("dropped")
+        step()
+
+    names["loop"](attempt)
+
+
+def test_a_step_that_raised_is_not_taken_for_another_frame_in_its_place() -> None:
+    """Frames are freed and their addresses taken again, by the training loop's own among others."""
+    w = weights()
+    fail = [True]
+
+    def between() -> None:
+        if fail[0]:
+            raise torch.OutOfMemoryError("no room")
+
+    optimizer = Tearing([w], between)
+
+    def step() -> None:
+        try:
+            optimizer.step()
+        except torch.OutOfMemoryError:
+            return
+
+    log: list[str] = []
+    with fence(SHORT) as f:
+        for size in range(26):
+            fail[0] = True
+            step()
+            fail[0] = False
+            failing(size, log, f, step)
+    assert set(log) == {"captured"}
+
+
+def test_an_optimizer_that_skips_the_hooks_fences_nothing() -> None:
+    """A wrapper writes after the inner step has ended, when the fence is open."""
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.inner, self.param_groups = inner, inner.param_groups
+            self.state = inner.state
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override] # noqa: ARG002
+            """The inner step, and more."""
+            self.inner.step()
+
+    w, free = weights(), weights()
+    inner = torch.optim.SGD([w, free], lr=1.0)
+    state = {"w": w.detach(), "free": free.detach()}
+    assert unfenced(state) == []
+    wrapped = Wrapper(torch.optim.SGD([w], lr=1.0))
+    assert unfenced(state) == ["w"]
+    assert wrapped.inner is not inner
 
 
 def test_unfenced_names_what_no_optimizer_steps() -> None:

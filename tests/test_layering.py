@@ -34,7 +34,7 @@ LAYERS: tuple[str, ...] = (
     "store_backend store_feed store_errors store_local store_fsspec store_obstore store log base "
     "delta baseline",
     # L4: one side of a publication
-    "fence live windows mirror capture_device capture replicas encode job publish "
+    "steps fence live windows mirror capture_device capture replicas encode job skew publish "
     "versions fetch sharing placement recognition decode_batch decode pages apply site fold "
     "device_lists stage_device staging pieces apply_blocks",
     # L5: what users hold
@@ -46,7 +46,8 @@ LAYERS: tuple[str, ...] = (
 
 #: Above L3 the two sides never meet: either can be deployed alone.
 TRAINER = (
-    "fence live windows mirror capture_device capture replicas encode job publish session publisher"
+    "steps fence live windows mirror capture_device capture replicas encode job skew publish "
+    "session publisher"
 )
 SAMPLER = (
     "versions fetch sharing placement recognition decode_batch decode pages apply site fold "

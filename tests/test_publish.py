@@ -393,15 +393,33 @@ def test_a_writer_must_be_open(base: Base) -> None:
         writer.open(_job(base))  # no run to resume
 
 
+@pytest.mark.parametrize("step", [10**5000, -1, 2**63], ids=["huge", "negative", "large"])
+def test_a_step_that_no_entry_can_hold_is_refused_and_the_next_publication_goes_on(
+    trainer: Trainer, base: Base, step: int
+) -> None:
+    write_id, live = _id(9), _live(base)
+    trainer.writer.begin(write_id, step=step)
+    for rank in trainer.ranks:
+        trainer.writer.add(rank.deliver(write_id, live, trainer.store))
+    error = trainer.writer.commit(write_id).error
+    assert isinstance(error, InputError)
+    assert "step must be" in str(error)
+    assert trainer.writer.pending is None
+    trainer.publish(1, _live(base))
+    assert trainer.writer.newest == 1
+
+
 def test_refs_point_at_versions_that_exist(trainer: Trainer, base: Base) -> None:
     trainer.publish(1, _live(base))
     assert trainer.writer.tag("eval") == 1
     assert trainer.writer.tag("start", version=0) == 0
     with pytest.raises(NotYet, match="version 7"):
         trainer.writer.tag("future", version=7)
-    for name in ("base", "7", "0"):
+    for name in ("base", "7", "0", 5):
         with pytest.raises(InputError, match="a name that is no number and not 'base'"):
-            trainer.writer.tag(name, version=1)
+            trainer.writer.tag(name, version=1)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="name"):
+        trainer.writer.tag(None)  # type: ignore[arg-type]
     log = Log(trainer.store)
     log.refresh()
     assert log.refs == {"eval": 1, "start": 0}

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from ranks import Weights, published, same, save, wire
@@ -27,6 +28,7 @@ from weightdelta.errors import (
     WeightDeltaError,
 )
 from weightdelta.log import Log
+from weightdelta.publisher import step_number
 from weightdelta.store import Store
 from weightdelta.testing.faults import Fault, FaultStore, Plan
 from weightdelta.verify import verify
@@ -431,3 +433,64 @@ def test_a_guard_is_held_around_each_capture_alone(base: Base) -> None:
         held.clear()
         publisher.publish().wait()
     assert held == ["enter", "read", "leave"]
+
+
+def test_a_publication_from_within_another_is_busy(base: Base) -> None:
+    """A signal handler, or as here a state, that publishes: a lock would wait for itself."""
+    model, made = Model(), list[wd.Publisher]()
+
+    def state() -> Model:
+        for publisher in made:
+            with pytest.raises(Busy, match="signal handler"):
+                publisher.publish()
+        return model
+
+    with _publisher(_memory(), state, base) as publisher:
+        made.append(publisher)
+        assert [publisher.publish().wait().version for _ in range(2)] == [1, 2]
+
+
+_HUGE = pytest.param(1 << 99999, id="huge")
+_NO_STEPS = [True, 1.0, "1", -1, 2**63, _HUGE, np.True_, torch.tensor(True), torch.zeros(2).int()]
+
+
+@pytest.mark.parametrize("step", _NO_STEPS)
+def test_a_step_that_is_none_is_refused_in_the_call(base: Base, step: Any) -> None:
+    with _publisher(_memory(), Model(), base) as publisher:
+        with pytest.raises(InputError, match=r"expected an integer step.*found"):
+            publisher.publish(step=step)
+        assert publisher.publish(step=np.int64(7)).wait().step == 7  # type: ignore[arg-type]
+    assert [step_number(s) for s in (None, 0, 2**63 - 1)] == [None, 0, 2**63 - 1]
+
+
+def test_a_mark_that_fails_costs_only_that_publication(base: Base) -> None:
+    marks: Any = iter(["one", 2])
+    with _publisher(_memory(), Model(), base, mark=lambda: next(marks)) as publisher:
+        with pytest.raises(ValueError, match="one"):
+            publisher.publish()
+        assert publisher.publish().wait().version == 1
+
+
+def test_what_appeared_or_was_untied_after_attach_is_refused(base: Base) -> None:
+    model = Model()
+    with _publisher(_memory(), model, base, exclude=["lora*"]) as publisher:
+        model.head.weight = torch.nn.Parameter(model.embed.weight.detach() + 1)
+        with pytest.raises(LayoutMismatch, match=r"'head\.weight'.*second name"):
+            publisher.publish()
+        model.head.weight = model.embed.weight
+        model.register_buffer("lora_a", torch.zeros(1))
+        assert publisher.publish().wait().version == 1
+        model.register_buffer("late", torch.zeros(1))
+        with pytest.raises(LayoutMismatch, match="'late'"):
+            publisher.publish()
+
+
+def test_extra_state_that_is_no_tensor_can_be_excluded(base: Base) -> None:
+    class Extra(Model):
+        def get_extra_state(self) -> dict[str, int]:
+            return {}
+
+    with pytest.raises(LayoutMismatch, match=r"'_extra_state'.*exclude="):
+        wd.Publisher(_memory(), Extra(), base=base.path, config=CONFIG)
+    with _publisher(_memory(), Extra(), base, exclude=["*_extra_state"]) as publisher:
+        assert publisher.publish().wait().version == 1

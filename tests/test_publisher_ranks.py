@@ -1,5 +1,6 @@
 """``wd.Publisher`` on three gloo ranks: every publication ends alike on all of them."""
 
+import datetime
 import json
 import os
 import tempfile
@@ -33,10 +34,15 @@ WRITES = frozenset({"write"})
 SHAPES = {"a": (9, 5), "b": (4,)}
 
 
-def save_base(folder: Path) -> Path:
+#: Which codec a tensor gets depends on which pattern stands first.
+FIRST: list[tuple[str, str]] = [("a*", "lz4+zstd"), ("*", "zstd")]
+
+
+def save_base(folder: Path, **more: tuple[int, ...]) -> Path:
     folder.mkdir()
+    shapes = {**SHAPES, **more}
     save_file(
-        {n: torch.zeros(s).bfloat16() for n, s in SHAPES.items()}, str(folder / "m.safetensors")
+        {n: torch.zeros(s).bfloat16() for n, s in shapes.items()}, str(folder / "m.safetensors")
     )
     return folder
 
@@ -51,6 +57,7 @@ class Rank:
         self.optimizer = torch.optim.SGD(list(self.weights.values()), lr=1.0)
         self.store = FaultStore(Store(str(folder / "store"), fsync=False))
         self.fail: Exception | None = None
+        self.mark = 0
         self.found: list[Any] = []
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -59,10 +66,17 @@ class Rank:
             raise self.fail
         return self.weights
 
-    def open(self, **settings: Any) -> wd.Publisher:
+    def open(
+        self, *, config: str = "", base: str = "base", marked: bool = False, **settings: Any
+    ) -> wd.Publisher:
         """Open the run together with the other ranks."""
-        config = Config.of({**SETTINGS, **settings})
-        return wd.Publisher(self.store, self.state, base=self.folder / "base", config=config)
+        return wd.Publisher(
+            self.store,
+            self.state,
+            base=self.folder / base,
+            config=config or Config.of({**SETTINGS, **settings}),
+            mark=(lambda: self.mark) if marked else None,
+        )
 
     def step(self) -> None:
         """One optimizer step, the same on all ranks."""
@@ -77,11 +91,11 @@ class Rank:
         except (WeightDeltaError, ArithmeticError) as e:
             self.found.append(getattr(e, "kind", type(e).__name__))
 
-    def publish(self, publisher: wd.Publisher) -> None:
+    def publish(self, publisher: wd.Publisher, *, step: Any = None) -> None:
         """Publish, wait, take down."""
 
         def call() -> Any:
-            stats = publisher.publish().wait(LONG)
+            stats = publisher.publish(step=step).wait(LONG)
             return [stats.committed, stats.version]
 
         self.note(call)
@@ -106,6 +120,12 @@ def play(me: Rank) -> None:
     )
     me.note(me.open)
     me.weights = kept
+    one = me.rank == 1
+    me.note(lambda: me.open(values="xor" if one else "diff"))
+    me.note(lambda: me.open(codec_by_tensor=dict(FIRST if one else FIRST[::-1]), values="xor"))
+    me.note(lambda: me.open(config="absent.yaml" if one else ""))
+    me.note(lambda: me.open(base="absent" if one else "base"))
+    me.note(lambda: me.open(base="larger" if one else "base"))
     me.found.append(hooks())
 
     first = me.open(on_busy="skip")
@@ -143,13 +163,17 @@ def play(me: Rank) -> None:
         me.publish(first)
     me.publish(first)
 
-    second = me.open(on_busy="error")
+    second = me.open(on_busy="error", marked=True)
     me.publish(first)  # fenced
     held = second._session._turn if me.rank == 1 else threading.Lock()
     with held:
         me.publish(second)
-    if me.rank == 1:
-        second._last.settled(LONG)  # it raised at once, and still takes part
+    second._last.settled(LONG)  # rank 1 raised at once, and still takes part
+    me.publish(second, step=1.5 if one else None)
+    second._last.settled(LONG)
+    me.mark = 7 if one else 8
+    me.publish(second)
+    me.mark = 9
     me.step()
     me.publish(second)
     first.close()
@@ -162,7 +186,12 @@ def play(me: Rank) -> None:
 STORY: list[tuple[str, Any]] = [
     ("a state that fails on one rank at the start", "publication-lost"),
     ("a tensor too many on one rank", "layout-mismatch"),
-    ("hooks left behind by those two", 0),
+    ("another form of values on one rank", "config"),
+    ("another order of patterns on one rank", "config"),
+    ("a configuration that one rank cannot read", "config"),
+    ("a base that one rank cannot read", "input"),
+    ("a tensor too many in one rank's base", "layout-mismatch"),
+    ("hooks left behind by those", 0),
     ("a publication", [True, 1]),
     ("no space for one rank", "store-unavailable"),
     (
@@ -177,6 +206,8 @@ STORY: list[tuple[str, Any]] = [
     ("nothing changed since", [True, 5]),
     ("the older of two publishers", "fenced"),
     ("one rank alone is busy, on_busy=error", "busy"),
+    ("a step that is none on one rank", "input"),
+    ("marks that differ", "capture-skew"),
     ("a publication of the newer", [True, 6]),
     ("a rank has gone away", {0: "publication-lost", 1: "publication-lost", 2: None}),
 ]
@@ -187,7 +218,13 @@ def rank_main(rank: int, folder: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/rendezvous", WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
+    dist.init_process_group(
+        "gloo",
+        store=store,
+        rank=rank,
+        world_size=WORLD,
+        timeout=datetime.timedelta(seconds=LONG),  # a rank that waits for nothing has to fail
+    )
     me = Rank(rank, Path(folder))
     play(me)
     (Path(folder) / f"found-{rank}").write_text(json.dumps(me.found))
@@ -198,6 +235,7 @@ def test_all_ranks_agree_on_how_each_publication_ends() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         base = save_base(folder / "base")
+        save_base(folder / "larger", more=(4,))
         spawn(rank_main, args=(name,), nprocs=WORLD)  # type: ignore[no-untyped-call]
         for rank in range(WORLD):
             found = json.loads((folder / f"found-{rank}").read_text())

@@ -16,12 +16,18 @@ import pytest
 import torch
 from ranks import Weights, job_for, published, same, save, wire
 
-from weightdelta.config import Config
+from weightdelta import mirror
+from weightdelta import session as session_module
+from weightdelta.capture import SnapshotCapture
+from weightdelta.config import Config, DeviceConfig
 from weightdelta.errors import (
     Busy,
+    DeviceLost,
+    DeviceMemory,
     InputError,
     PublicationLost,
     StateMismatch,
+    StoreUnavailable,
     WeightDeltaError,
 )
 from weightdelta.job import Job
@@ -118,6 +124,21 @@ def test_a_trainer_draws_the_same_random_numbers_as_without_us(run: Run) -> None
     assert states() == before
 
 
+def test_steps_of_optimizers_of_other_weights_do_not_count(run: Run) -> None:
+    """A critic must neither hide that a rank is behind nor make it seem so."""
+    actor = torch.optim.AdamW([torch.nn.Parameter(run.live["w"])], lr=0.0, weight_decay=0.0)
+    critic = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(3))])
+    for version, steps in ((1, 1), (2, 0), (3, 2)):
+        for optimizer in [critic] * 5 + [actor] * steps:
+            for group in optimizer.param_groups:
+                for p in group["params"]:
+                    p.grad = torch.zeros_like(p)
+            optimizer.step()
+        run.check(version)
+        assert run.receipts[-1].steps == steps
+    assert (run.receipts[-1].count, run.receipts[-1].mark) == (3, None)
+
+
 def test_catch_up_after_an_answer_that_was_lost(run: Run) -> None:
     run.change()
     run.after = lose
@@ -139,7 +160,7 @@ def test_catch_up_on_what_another_captured_leaves_the_steps_unknown(run: Run) ->
     with pytest.raises(PublicationLost):
         run.publish().result(LONG)
     run.after = lambda: None
-    run.session._last = None  # as after a restart: what was committed is not this rank's memory
+    run.session._taken.clear()  # as after a restart: what was committed is not this rank's memory
     run.session.catch_up(1)
     run.check(2)
     assert run.receipts[-1].steps is None
@@ -192,7 +213,51 @@ def test_a_baseline_that_was_damaged_is_rebuilt(run: Run) -> None:
     run.after = lambda: None
     assert run.writer.newest == 1
     run.check(2)
-    assert run.receipts[-1].steps is None
+    assert run.receipts[-1].steps == 0, "what was committed is this rank's own capture"
+
+
+def test_a_catch_up_that_failed_keeps_the_count(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A store that fails once must not make a rank one that nobody can tell the step of."""
+    run.change()
+    run.after = lose
+    with pytest.raises(PublicationLost):
+        run.publish().result(LONG)
+    run.after = lambda: None
+    with monkeypatch.context() as patch:
+        patch.setattr(session_module, "replay", unavailable)
+        with pytest.raises(StoreUnavailable):
+            run.session.catch_up(1)
+    run.session._baseline.usable = False  # as half a replay leaves it
+    run.session.catch_up(1)
+    run.check(2)
+    assert run.receipts[-1].steps == 0
+
+
+def unavailable(*_: Any, **__: Any) -> None:
+    raise StoreUnavailable(5, "injected")
+
+
+@pytest.mark.parametrize("error", [DeviceMemory("no room"), DeviceLost("gone")])
+def test_what_is_committed_is_told_even_if_a_devices_copy_cannot_follow(
+    run: Run, monkeypatch: pytest.MonkeyPatch, error: WeightDeltaError
+) -> None:
+    """And the next publication counts its steps from it."""
+    monkeypatch.setenv("WEIGHTDELTA_DEVICE_KERNELS", "torch_ops")
+    config = DeviceConfig(use="always", baseline="device")
+    session = run.session
+    session._capture = SnapshotCapture(session._baseline, pool=session._pool, config=config)
+    run.check(1)
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(mirror.DevicePlanes, "of", fail)
+        run.check(2)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(run.live["w"])], lr=1.0)
+    optimizer.step()
+    run.check(3)
+    assert run.receipts[-1].steps == 1
 
 
 def test_an_exception_in_the_state_reaches_caller_and_peers(run: Run) -> None:
@@ -268,6 +333,8 @@ def test_closing_drains_what_peers_wait_for(run: Run) -> None:
     assert skipped.done()
     with pytest.raises(InputError, match="closed"):
         run.publish()
+    with pytest.raises(InputError, match="closed"):
+        run.session.skip(Busy("later"), deliver=lambda item: run.deliver("0" * 32, item))
 
 
 @pytest.mark.parametrize("codec", ["sparse+zstd", "snappy+zstd"])

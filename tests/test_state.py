@@ -1,9 +1,21 @@
 """How live weights are read, and which names are one tensor."""
 
+from typing import Any
+
 import pytest
 import torch
 
-from weightdelta.state import StateSource, find_aliases, read_state, reading
+from weightdelta.errors import InputError, LayoutMismatch
+from weightdelta.layout import Layout, TensorSpec
+from weightdelta.state import (
+    StateSource,
+    Tensors,
+    find_aliases,
+    read_state,
+    reading,
+    refuse_unknown,
+    watched,
+)
 
 
 class Tied(torch.nn.Module):
@@ -98,3 +110,52 @@ def test_empty_and_memoryless_tensors_are_no_aliases() -> None:
         "d": torch.zeros(2, device="meta"),
     }
     assert find_aliases(tensors) == []
+
+
+class Extra(torch.nn.Module):
+    """A parameter, and extra state that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(torch.zeros(2))
+
+    def get_extra_state(self) -> dict[str, int]:
+        """What ``state_dict`` holds as ``_extra_state``."""
+        return {"calls": 3}
+
+
+def test_extra_state_is_no_weight_and_yet_not_passed_over() -> None:
+    assert list(read_state(Extra())) == ["w"]
+    with reading(Extra()) as found:
+        assert list(found) == ["w", "_extra_state"]
+    with pytest.raises(InputError, match="'_extra_state' is no tensor but a dict"):
+        read_state(Extra().state_dict())
+
+
+def test_names_are_words() -> None:
+    numbered: Any = {"a": torch.zeros(1), 7: torch.zeros(1)}
+    with pytest.raises(InputError, match=r"expected names.*found the int 7"):
+        read_state(numbered)
+
+
+def test_a_watched_state_is_checked_at_each_reading() -> None:
+    calls: list[str] = []
+
+    def check(tensors: Tensors) -> None:
+        calls.append(",".join(tensors))
+
+    for _ in range(2):
+        with reading(watched(_noting(calls), check=check)):
+            calls.append("body")
+    assert calls == ["prepare", "tensors", "", "body", "release"] * 2
+    with reading(watched(Tied().norm, check=check)):
+        assert calls[-1] == "weight,bias"
+
+
+def test_a_name_that_has_appeared_is_refused_unless_excluded() -> None:
+    layout = Layout.of([TensorSpec("w", "F32", (1,))], aliases={"head": "w"})
+    tensors = dict.fromkeys(["w", "head", "lora.a"], torch.zeros(1))
+    refuse_unknown(tensors, layout=layout, exclude=["lora.*"])
+    refuse_unknown({}, layout=layout, exclude=[])
+    with pytest.raises(LayoutMismatch, match=r"'lora\.a'.*exclude=\['lora\.a'\]"):
+        refuse_unknown(tensors, layout=layout, exclude=["lora"])

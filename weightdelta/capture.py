@@ -104,7 +104,11 @@ def _checked(name: str, tensor: torch.Tensor, base: Mapping[str, TensorSpec]) ->
 
 
 class SnapshotCapture:
-    """Compares live state with a baseline, frame by frame."""
+    """Compares live state with a baseline, frame by frame.
+
+    Attributes:
+        storages: Addresses of the memory that the last capture's tensors are views of.
+    """
 
     def __init__(
         self, baseline: Baseline, *, pool: ThreadPoolExecutor, config: DeviceConfig | None = None
@@ -114,6 +118,7 @@ class SnapshotCapture:
         self._config = config or DeviceConfig()
         self._devices: dict[torch.device, DeviceCapture] = {}
         self._local = threading.local()
+        self.storages: frozenset[int] = frozenset()
 
     @property
     def costs(self) -> CaptureCosts:
@@ -142,7 +147,9 @@ class SnapshotCapture:
             DeviceLost: A device failed.
         """
         with reading(state) as tensors:
-            found = self._capture(Live(tensors, self._baseline.layout), token, sink)
+            live = Live(tensors, self._baseline.layout)
+            found = self._capture(live, token, sink)
+            self.storages = live.storages
         return [found[frame] for frame in self._baseline.frames]
 
     def _capture(self, live: Live, token: Token, sink: Sink) -> dict[int, FramePlanes]:

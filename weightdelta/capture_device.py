@@ -7,6 +7,7 @@ on a third. Only planes ever leave the device.
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +16,7 @@ import torch
 from weightdelta.baseline import Baseline, EncodedFrame
 from weightdelta.config import DeviceConfig
 from weightdelta.device_memory import HostBuffer, Lane, Mark, on_device, padded, pin
-from weightdelta.errors import DeviceMemory
+from weightdelta.errors import DeviceLost, DeviceMemory
 from weightdelta.fence import Token
 from weightdelta.kernels.device import INTS, device_ops
 from weightdelta.kernels.planes import UINTS, Planes
@@ -104,9 +105,16 @@ class DeviceCapture:
         self._sum_up()
 
     def advance(self, encoded: Sequence[EncodedFrame], *, start: int) -> None:
-        """Move the copy in device memory, if there is one, along with the baseline."""
+        """Move the copy in device memory, if there is one, along with the baseline.
+
+        The version is committed by now. A copy that could not follow is filled anew by the next
+        capture, which then says what is wrong with the device.
+        """
         if self._mirror:
-            with on_device(self._device, doing="advance of the baseline"):
+            with (
+                suppress(DeviceMemory, DeviceLost),
+                on_device(self._device, doing="advance of the baseline"),
+            ):
                 self._mirror.advance(encoded, start=start)
 
     # -- memory --------------------------------------------------------------------------------

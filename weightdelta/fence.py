@@ -10,11 +10,10 @@ goes on. A capture that is about to start waits for a running step in the same w
 import gc
 import sys
 import threading
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -26,7 +25,8 @@ from torch.optim.optimizer import (
 
 from weightdelta.errors import CaptureDropped
 from weightdelta.state import State, StateSource, read_state
-from weightdelta.tensors import is_dtensor
+from weightdelta.steps import StepCounter, Steps, parameters
+from weightdelta.tensors import storage_of
 
 Guard = Callable[[], AbstractContextManager[Any]]
 
@@ -54,20 +54,20 @@ class StepFence:
     """Keeps captures and optimizer steps apart; ``close`` removes its hooks.
 
     Attributes:
-        steps: Optimizer steps that ended since the fence was made.
         delay_s: Longest time a step has waited for a capture [s].
     """
 
     def __init__(self, *, max_step_delay_s: float, clock: Callable[[], float]) -> None:
-        self.steps = 0
         self.delay_s = 0.0
         self._bound = max_step_delay_s
         self._clock = clock
         self._changed = threading.Condition()
-        # Id of the frame that runs a step -> its thread. A step inside a step has its own.
-        self._stepping: dict[int, int] = {}
+        # Id of the frame that runs a step -> its thread and its code, by which it is told from a
+        # later frame at the same address; the frame itself would keep all its callers' memory.
+        # A step inside a step has its own.
+        self._stepping: dict[int, tuple[int, CodeType]] = {}
         self._capture: Token | None = None
-        self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._steps = StepCounter()
         self._hooks = (
             register_optimizer_step_pre_hook(self._before_step),
             register_optimizer_step_post_hook(self._after_step),
@@ -118,9 +118,9 @@ class StepFence:
         if self._stepping:
             tops = sys._current_frames()
             self._stepping = {
-                frame: thread
-                for frame, thread in self._stepping.items()
-                if _is_on_stack(frame, tops.get(thread))
+                frame: (thread, code)
+                for frame, (thread, code) in self._stepping.items()
+                if _is_on_stack(frame, code, tops.get(thread))
             }
 
     def _leave(self, token: Token) -> None:
@@ -133,46 +133,41 @@ class StepFence:
                 self._capture = None
                 self._changed.notify_all()
 
-    def optimizer_step(self) -> int | None:
-        """The step count that an optimizer which stepped here keeps, as Adam does, if any does.
+    def now(self) -> Steps:
+        """How far the optimizers of this process are."""
+        with self._changed:
+            return self._steps.now()
 
-        It survives checkpoints, so it tells where a restarted rank is. The largest count, since
-        parameters without a gradient (experts that saw no token) stay behind.
-        """
-        states = [s for o in list(self._optimizers) for s in list(o.state.values())]
-        return _largest([s["step"] for s in states if "step" in s])
+    def since(self, before: Steps, now: Steps, *, published: Collection[int]) -> int:
+        """See ``StepCounter.since``."""
+        with self._changed:
+            return self._steps.since(before, now, published=published)
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        self._optimizers.add(optimizer)
-        started, caller = self._clock(), id(sys._getframe(1))
+    def own_count(self, *, published: Collection[int]) -> int | None:
+        """See ``StepCounter.own``."""
+        with self._changed:
+            return self._steps.own(published=published)
+
+    def _before_step(self, *_: Any) -> None:
+        started, caller = self._clock(), sys._getframe(1)
         with self._changed:
             if not self._changed.wait_for(lambda: self._capture is None, timeout=self._bound):
                 token, self._capture = self._capture, None
                 if token is not None:
                     token.dropped = True
-            self._stepping[caller] = threading.get_ident()
+            self._stepping[id(caller)] = (threading.get_ident(), caller.f_code)
             self.delay_s = max(self.delay_s, self._clock() - started)
 
-    def _after_step(self, *_: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, *_: Any) -> None:
         with self._changed:
             self._stepping.pop(id(sys._getframe(1)), None)
-            self.steps += 1
+            self._steps.ended(optimizer)
             self._changed.notify_all()
 
 
-def _largest(counts: Sequence[Any]) -> int | None:
-    """The largest of many step counts: reading each from a GPU would wait for it each time."""
-    tensors = [c.detach().reshape(()) for c in counts if isinstance(c, torch.Tensor)]
-    found = [int(c) for c in counts if not isinstance(c, torch.Tensor)]
-    for kind in {(t.device, t.dtype) for t in tensors}:
-        alike = [t for t in tensors if (t.device, t.dtype) == kind]
-        found.append(int(torch.stack(alike).max()))
-    return max(found, default=None)
-
-
-def _is_on_stack(frame: int, top: FrameType | None) -> bool:
+def _is_on_stack(frame: int, code: CodeType, top: FrameType | None) -> bool:
     while top is not None:
-        if id(top) == frame:
+        if id(top) == frame and top.f_code is code:
             return True
         top = top.f_back
     return False
@@ -192,23 +187,17 @@ def unfenced(state: State) -> list[str]:
         }
     if isinstance(state, StateSource):
         return []  # its prepare() is the caller's own fence
-    stepped = {_storage(p) for p in _stepped()}
+    # Not isinstance(): lazy proxies answer it by importing whole packages.
+    optimizers = [o for o in gc.get_objects() if issubclass(type(o), Optimizer)]
+    stepped = {storage_of(p) for o in optimizers if _is_hooked(o) for p in parameters(o)}
+    stepped -= {storage_of(p) for o in optimizers if not _is_hooked(o) for p in parameters(o)}
     return [
         name
         for name, tensor in read_state(state).items()
-        if name not in frozen and _storage(tensor) not in stepped and tensor.numel()
+        if name not in frozen and storage_of(tensor) not in stepped and tensor.numel()
     ]
 
 
-def _stepped() -> Iterator[torch.Tensor]:
-    """Every parameter that an optimizer of this process holds."""
-    for candidate in gc.get_objects():
-        # Not isinstance(): lazy proxies answer it by importing whole packages.
-        if issubclass(type(candidate), Optimizer):
-            for group in candidate.param_groups:
-                yield from group["params"]
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    local = tensor.to_local() if is_dtensor(tensor) else tensor
-    return local.untyped_storage().data_ptr()
+def _is_hooked(optimizer: Optimizer) -> bool:
+    """Whether torch's step hooks run; not where a wrapper skips ``Optimizer.__init__``."""
+    return bool(getattr(type(optimizer).step, "hooked", False))

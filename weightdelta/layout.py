@@ -52,18 +52,17 @@ def castable(dtype: str, *, to: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """One canonical tensor: its name, safetensors dtype and logical shape."""
+    """One tensor: its name, safetensors dtype and logical shape.
+
+    A checkpoint may hold tensors of a dtype that weightdelta does not support, which the caller
+    excludes. ``Layout`` refuses them, and so does everything that asks for their width.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if self.dtype not in WIDTHS:
-            raise LayoutMismatch(
-                f"tensor {self.name!r}: dtype {self.dtype!r} is not supported; "
-                f"expected one of {', '.join(sorted(WIDTHS))}"
-            )
         if len(self.shape) > MOST_DIMS or any(not 0 <= n < MOST_SIZE for n in self.shape):
             raise LayoutMismatch(
                 f"tensor {self.name!r}: expected at most {MOST_DIMS} sizes in 0..2^60 - 1, found "
@@ -72,9 +71,26 @@ class TensorSpec:
         if self.dtype == "F4" and (not self.shape or self.shape[-1] % 2):
             raise LayoutMismatch(f"tensor {self.name!r}: F4 needs an even last dimension")
 
+    def require_dtype(self) -> None:
+        """Refuse a dtype that is not supported.
+
+        Raises:
+            LayoutMismatch: It is none of ``WIDTHS``.
+        """
+        if self.dtype not in WIDTHS:
+            raise LayoutMismatch(
+                f"tensor {self.name!r}: dtype {self.dtype!r} is not supported; expected one of "
+                f"{', '.join(sorted(WIDTHS))}; convert it, or leave it out with exclude="
+            )
+
     @property
     def width(self) -> int:
-        """Bytes of one element."""
+        """Bytes of one element.
+
+        Raises:
+            LayoutMismatch: The dtype is not supported.
+        """
+        self.require_dtype()
         return WIDTHS[self.dtype]
 
     @property
@@ -139,6 +155,8 @@ class Layout:
     aliases: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
+        for tensor in self.tensors:
+            tensor.require_dtype()
         names = [t.name for t in self.tensors]
         if any(a >= b for a, b in pairwise(names)):
             raise LayoutMismatch("layout: tensor names must be sorted and unique")

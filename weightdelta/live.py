@@ -15,7 +15,7 @@ from weightdelta.kernels.planes import UINTS, Elements, Planes
 from weightdelta.layout import Box, Layout, TensorSpec, castable
 from weightdelta.sharding.dtensor import local_shard
 from weightdelta.state import Tensors
-from weightdelta.tensors import INTS, TORCH, as_ints, dtype_name
+from weightdelta.tensors import INTS, TORCH, as_ints, dtype_name, is_dtensor, storage_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,18 +33,25 @@ class FramePlanes:
 
 
 class Live:
-    """The tensors of one capture, each looked up and checked once."""
+    """The tensors of one capture, each looked up and checked once.
+
+    Raises:
+        LayoutMismatch: A second name has become a tensor with values of its own.
+    """
 
     def __init__(self, tensors: Tensors, layout: Layout) -> None:
         self._tensors = tensors
         self._layout = layout
         self._shards: dict[int, tuple[Box, torch.Tensor]] = {}
+        for alias, target in layout.aliases:
+            if alias in tensors and target in tensors:
+                _require_tied(alias, tensors[alias], target, tensors[target])
 
     def shard(self, tensor: int) -> tuple[Box, torch.Tensor]:
         """The box of a tensor that this rank holds, and its elements.
 
         Raises:
-            LayoutMismatch: The tensor went away, or changed its shape or dtype.
+            LayoutMismatch: The tensor went away, changed its shape or dtype, or cannot be read.
         """
         if tensor not in self._shards:
             spec = self._layout.tensors[tensor]
@@ -63,8 +70,20 @@ class Live:
                 raise LayoutMismatch(
                     f"tensor {spec.name!r}: expected dtype {spec.dtype}, found {shard.dtype}"
                 )
+            _require_memory(spec.name, local)
             self._shards[tensor] = (shard.box, local.detach())
         return self._shards[tensor]
+
+    @property
+    def storages(self) -> frozenset[int]:
+        """Addresses of the memory that published tensors are views of, by name or alias."""
+        return frozenset(
+            storage_of(tensor)
+            for name, tensor in self._tensors.items()
+            if self._layout.alias_of.get(name, name) in self._layout.index
+            and tensor.layout == torch.strided
+            and tensor.device.type != "meta"
+        )
 
     def device(self, tensors: Iterable[int]) -> torch.device:
         """Where a frame of these tensors is compared: the device of the first that is on one."""
@@ -124,6 +143,56 @@ class Live:
             rows, (segment.rows, segment.run), (step, 1), rows.storage_offset() + first
         )
         return source, INTS[spec.width] if equal else TORCH[spec.dtype]
+
+
+def _require_memory(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor whose bytes cannot be read where they lie."""
+    found = _unreadable(tensor)
+    if found:
+        raise LayoutMismatch(
+            f"tensor {name!r}: expected a dense tensor with its values in memory, found {found}"
+        )
+
+
+def _unreadable(tensor: torch.Tensor) -> str | None:
+    if tensor.layout != torch.strided:
+        return f"the layout {tensor.layout}; publish its to_dense()"
+    if tensor.device.type == "meta":
+        return "one on the meta device, without values; materialize it first"
+    if tensor.is_neg():
+        return "a view with the negative bit; publish its resolve_neg()"
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    end = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    if tensor.numel() and tensor.untyped_storage().nbytes() < end:
+        return "its storage freed (resharded or offloaded?); bring it back in prepare()"
+    return None
+
+
+def _require_tied(alias: str, tensor: torch.Tensor, target: str, held: torch.Tensor) -> None:
+    """Samplers give both names the same values, so they have to be the same here."""
+    one, other = _local_part(tensor), _local_part(held)
+    _require_memory(alias, one)
+    _require_memory(target, other)
+    if not _is_same(one, other):
+        raise LayoutMismatch(
+            f"tensor {alias!r}: expected a second name of {target!r} as at attach, found values "
+            "of its own, which would not be published; tie the two again, or attach again with a "
+            "base that has both"
+        )
+
+
+def _local_part(tensor: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return tensor.to_local() if is_dtensor(tensor) else tensor.detach()
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if (one.shape, one.dtype, one.device) != (other.shape, other.dtype, other.device):
+        return False
+    if one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
+        return True
+    # Some modules' state_dict() copies each name; then equal values are all that can be asked.
+    return torch.equal(as_ints(one), as_ints(other))
 
 
 @lru_cache(maxsize=1 << 18)

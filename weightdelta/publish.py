@@ -20,7 +20,6 @@ from weightdelta.digest import U64, version_digest
 from weightdelta.encode import Histogram, bound_bytes
 from weightdelta.errors import (
     Busy,
-    CaptureSkew,
     CommitInDoubt,
     InputError,
     LayoutMismatch,
@@ -40,6 +39,7 @@ from weightdelta.record import (
     plan_name,
     table_name,
 )
+from weightdelta.skew import refuse_skew
 from weightdelta.stats import CaptureCosts, PublishStats
 from weightdelta.store import Store
 
@@ -53,6 +53,7 @@ class Receipt:
         parent: Version of the baseline that was compared with.
         steps: Optimizer steps since this rank's last committed capture; None when unknown.
         mark: The caller's own step number on that rank, if ``attach`` was given one.
+        count: The step count that the rank's optimizer keeps; shows where a restarted rank is.
         codecs: uint8[n], codec numbers of the owned frames in plan order; 0 where unchanged.
         sizes: uint32[n, 15], their plane sizes.
         hashes: uint8[n, 16], BLAKE3 of each encoded frame.
@@ -80,6 +81,7 @@ class Receipt:
     encode_s: float
     upload_s: float
     costs: CaptureCosts = field(default_factory=CaptureCosts)
+    count: int | None = None
 
     @property
     def payload_bytes(self) -> int:
@@ -328,7 +330,7 @@ class RunWriter:
             InputError: Readers could not name it: it is a number, or ``base``, which is version 0.
             NotYet: The version does not exist.
         """
-        if name == "base" or name.isdigit():
+        if name == "base" or str(name).isdigit():
             raise InputError(
                 f"tag: expected a name that is no number and not 'base', found {name!r}"
             )
@@ -367,10 +369,12 @@ class RunWriter:
         refuse_skew(receipts)
         index = self._index(receipts, pending.write_id, pending.parent)
         data = index.to_bytes()
+        make = self._entry(pending, index, data)
         if not pending.committing:
+            make(1, "0" * 64, 1, "0" * 32, 0.0)  # refuses what no entry can hold, while it may
             self._store.write(index_name(pending.write_id), data)
             pending.committing = True
-        entry = self._append(pending, self._entry(pending, index, data))
+        entry = self._append(pending, make)
         self._table = self._digests + index.tensor_digest
         costs = _costs(receipts)
         return replace(_stats(entry), commit_s=self._clock() - pending.last_receipt, **costs)
@@ -445,37 +449,6 @@ def _bound(receipts: Sequence[Receipt], job: Job) -> int | None:
     measured = [r.histogram for r in receipts if r.histogram is not None]
     complete = len(measured) == job.world_size
     return bound_bytes(measured, elements=job.elements) if complete else None
-
-
-def refuse_skew(receipts: Sequence[Receipt]) -> None:
-    """Check that every rank captured after the same training step.
-
-    Optimizer steps are compared, or the caller's own marks where every rank has one: ranks with
-    several optimizers, or none, count differently.
-
-    Raises:
-        CaptureSkew: Two ranks took a different number of steps since the last version.
-    """
-    marked = all(r.mark is not None for r in receipts)
-    for what in ("mark",) if marked else ("mark", "steps"):
-        known = {r.rank: getattr(r, what) for r in receipts if getattr(r, what) is not None}
-        if len(set(known.values())) > 1:
-            listed = ", ".join(f"rank {rank}: {value}" for rank, value in sorted(known.items()))
-            raise CaptureSkew(
-                f"expected all ranks at the same step, found ({what}) {listed}; call publish() "
-                "only after every rank's step has returned"
-            )
-    _refuse_unknown(receipts)
-
-
-def _refuse_unknown(receipts: Sequence[Receipt]) -> None:
-    """A rank that was restarted alone has to show that it is where the others are."""
-    lost = [r.rank for r in receipts if r.steps is None and r.mark is None]
-    if lost and len(lost) < len(receipts):
-        raise CaptureSkew(
-            f"rank {lost[0]} was restarted, and nothing tells which step its weights are at; "
-            "restore it with its optimizer's state, pass mark= to attach, or attach again"
-        )
 
 
 def _costs(receipts: Sequence[Receipt]) -> dict[str, Any]:

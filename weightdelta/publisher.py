@@ -5,14 +5,20 @@ exchange of receipts and the commit run on background threads over a process gro
 All ranks learn the same outcome.
 """
 
+import json
+import operator
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 from blake3 import blake3
 
@@ -20,19 +26,32 @@ from weightdelta.base import Base
 from weightdelta.capture import Inventory, take_inventory
 from weightdelta.codecs.names import Codec
 from weightdelta.config import Config
-from weightdelta.errors import Busy, CommitInDoubt, PublicationLost, WeightDeltaError
+from weightdelta.errors import (
+    Busy,
+    CommitInDoubt,
+    ConfigError,
+    InputError,
+    PublicationLost,
+    WeightDeltaError,
+)
 from weightdelta.fence import Guard
 from weightdelta.job import Job, base_specs, plan_job
 from weightdelta.publish import Outcome, Receipt, RunWriter, skipped
 from weightdelta.record import data_name
 from weightdelta.replicas import Hashes, refuse_divergence
-from weightdelta.session import Payload, RankSession, upload
-from weightdelta.state import State, StateSource
+from weightdelta.session import Payload, RankSession, known, upload
+from weightdelta.state import State, StateSource, as_attached
 from weightdelta.stats import PublishStats
 from weightdelta.store import Store
 
 #: Pause between two tries of an entry whose slot is not known [s].
 DOUBT_PAUSE_S = 0.5
+#: Steps are below this; the log holds no larger number.
+STEP_LIMIT: Final = 2**63
+#: Settings that shape what is written: a version is one whole, so all ranks need the same.
+SHAPING: Final = (
+    "values", "codec", "codec_by_ref", "codec_by_tensor", "frame_bytes", "measure_bound",
+)  # fmt: skip
 
 
 class Publication:
@@ -95,9 +114,25 @@ class Peers:
             ) from e
         return found
 
+    def agree(self, call: Callable[[], Any]) -> list[Any]:
+        """Every rank's result, on every rank; the first error is everyone's error."""
+        return _all_or_error(self.gather(_attempt(call)))
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a rank tells the others before they plan; ``settings`` are the shaping ones."""
+
+    inventory: Inventory
+    settings: Mapping[str, str]
+
 
 class Publisher:
     """Publishes a training job's weights, one version a call.
+
+    Ranks wait for each other as long as the process group does: its timeout takes the place of
+    ``publish_timeout_s``, and once it has passed the group is of no more use. It is 30 minutes
+    for a group that is made here; pass ``group`` for another.
 
     Args:
         store: URL of the run's store, or a ``Store``.
@@ -113,9 +148,14 @@ class Publisher:
         exclude: Patterns of names that are not published.
         guard: Entered around each capture, for weights that something besides torch
             optimizers writes.
+        mark: Returns this rank's own step number, asked for at each publication; ranks must
+            agree on it. Without one the steps of torch optimizers are compared.
 
     Raises:
         InputError: State, base and shards do not fit together; the message names the tensor.
+        ConfigError: A setting is wrong, or one that shapes what is written is not the same on
+            all ranks.
+        PublicationLost: Something else failed on a rank. Whichever rank it was, all ranks raise.
     """
 
     def __init__(
@@ -130,28 +170,22 @@ class Publisher:
         config: str | Path | Config | None = None,
         exclude: Sequence[str] = (),
         guard: Guard | None = None,
+        mark: Callable[[], int] | None = None,
     ) -> None:
-        settings = Config.load(config)
-        self._store = store if isinstance(store, Store) else Store.of(store, config=settings)
+        self._peers = _peers(rank, world_size, group)
         self._state = _function(state)
         self._guard = guard
-        self._peers = _peers(rank, world_size, group)
+        self._mark = mark
         self._count = 0
         self._last: Publication | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._publishing = False
         self._closing = threading.Event()
-        job = self._agree(Base(Path(base)), settings, tuple(exclude))
-        self._session = RankSession(
-            job, rank=self._peers.rank, store=self._store, clock=time.monotonic
-        )
-        self._writer = RunWriter(
-            self._store, config=settings, clock=time.monotonic, nonce=secrets.token_hex(16)
-        )
-        try:
+        job = self._plan(lambda: self._report(store, base, config, exclude))
+        with ExitStack() as undo:
+            self._peers.agree(lambda: self._start(job, undo))
             self._nonce = self._open(job)
-        except BaseException:
-            self._session.close()  # leave no hook behind
-            raise
+            undo.pop_all()
 
     @property
     def job(self) -> Job:
@@ -162,31 +196,64 @@ class Publisher:
         """Capture the current weights and publish them as the next version.
 
         Returns once captured; every rank has to call it after the same optimizer step. Where
-        one rank has not finished the publication before, all ranks skip this one. ``codec``
-        stands in for the one in the settings, this time; tensors with one of their own keep it.
+        one rank has not finished the publication before, all ranks skip this one.
+
+        Args:
+            step: The trainer's step, an integer from 0 to 2**63 - 1, for people to read.
+            codec: Stands in for the one in the settings, this time; tensors with one of their
+                own keep it.
 
         Raises:
             Busy: Another publication is running and ``on_busy`` is ``error``. Ranks that were
-                not busy learn it from ``wait``.
+                not busy learn it from ``wait``. Or this call was made from within another on
+                the same thread, by a signal handler or by ``state``; it takes no part then.
+            InputError: ``step`` is no such number; the others learn it from ``wait``.
             WeightDeltaError: This rank could not capture; the others learn it from ``wait``.
         """
+        # Re-entrant: a plain lock would wait for the very call that this one interrupts.
         with self._lock:
-            return self._publish(step, codec)
+            if self._publishing:
+                raise Busy(
+                    "publish: expected no publish() under way on this thread, found one: a signal "
+                    "handler or state() called it again; call it after the one before returns"
+                )
+            self._publishing = True
+            try:
+                return self._publish(step, codec)
+            finally:
+                self._publishing = False
 
-    def _publish(self, step: int | None, codec: Codec | None) -> Publication:
+    def _publish(self, step: object, codec: Codec | None) -> Publication:
         busy = wait_for(self._last, config=self.job.config)
         self._count += 1
         write_id = blake3(f"{self._nonce}:{self._count}".encode()).hexdigest(length=16)
+        try:
+            number = step_number(step)
+            mark = None if self._mark is None else int(self._mark())
+        except BaseException as e:
+            deliver = partial(self._deliver, write_id, None)
+            error = known(self._peers.rank, e)
+            self._last = Publication(self._session.skip(error, deliver=deliver))
+            raise
+        return self._capture(write_id, number, mark=mark, codec=codec, busy=busy)
 
-        def deliver(item: Payload | WeightDeltaError) -> Outcome:
-            return self._deliver(write_id, step, item)
-
+    def _capture(
+        self,
+        write_id: str,
+        step: int | None,
+        *,
+        mark: int | None,
+        codec: Codec | None,
+        busy: Busy | None,
+    ) -> Publication:
+        deliver = partial(self._deliver, write_id, step)
         if busy is None:
             try:
                 future = self._session.publish(
-                    self._state,
+                    self._watched,
                     write_id=write_id,
                     deliver=deliver,
+                    mark=mark,
                     guard=self._guard,
                     codec=codec,
                 )
@@ -210,26 +277,62 @@ class Publisher:
         """End threads and hooks, after the publication under way.
 
         An entry in doubt is waited for up to ``store.retry_s``; what became of it then shows
-        when the run is opened again.
+        when the run is opened again. With several ranks, one that never publishes what the
+        others did is waited for up to the process group's timeout (see the class).
         """
         if self._last and not self._last.settled(self.job.config.store.retry_s):
             self._closing.set()
         self._session.close(drain=True)
 
-    def _agree(self, base: Base, config: Config, exclude: tuple[str, ...]) -> Job:
-        """Every rank reports, every rank plans alike; the first error is everyone's error."""
-        mine = _attempt(
-            lambda: take_inventory(
-                self._state(), base=base_specs(base, exclude=exclude), exclude=exclude
+    def _plan(self, report: Callable[[], Report]) -> Job:
+        """Every rank reports, every rank plans alike."""
+        reports = self._peers.agree(report)
+        refuse_differences([found.settings for found in reports])
+        self._inventories: list[Inventory] = [found.inventory for found in reports]
+        job = _attempt(
+            lambda: plan_job(
+                self._inventories, base=self._base, config=self._config, exclude=self._exclude
             )
         )
-        inventories: list[Inventory] = _all_or_error(self._peers.gather(mine))
-        self._inventories = inventories
-        job = plan_job(inventories, base=base, config=config, exclude=exclude)
-        plans = self._peers.gather(job.plan.digest)
+        mine = job.plan.digest if isinstance(job, Job) else job
+        plans = _all_or_error(self._peers.gather(mine))
         if len(set(plans)) > 1:
-            raise PublicationLost(f"ranks planned differently: {plans}; check their versions")
-        return job
+            raise PublicationLost(
+                f"ranks planned differently: {plans}; check their versions, base and exclude"
+            )
+        made: Job = job
+        return made
+
+    def _report(
+        self,
+        store: str | Store,
+        base: str | Path,
+        config: str | Path | Config | None,
+        exclude: Sequence[str],
+    ) -> Report:
+        """Read the arguments. What is wrong with them on one rank has to reach the others."""
+        self._config = Config.load(config)
+        self._store = store if isinstance(store, Store) else Store.of(store, config=self._config)
+        self._base = Base(Path(base))
+        self._exclude = tuple(exclude)
+        specs = base_specs(self._base, exclude=self._exclude)
+        inventory = take_inventory(self._state(), base=specs, exclude=self._exclude)
+        settings = {name: json.dumps(getattr(self._config, name)) for name in SHAPING}
+        return Report(inventory, settings)
+
+    def _start(self, job: Job, undo: ExitStack) -> None:
+        """Set up what publishes; ``undo`` leaves no hook behind."""
+        self._session = RankSession(
+            job, rank=self._peers.rank, store=self._store, clock=time.monotonic
+        )
+        undo.callback(self._session.close)
+        self._writer = RunWriter(
+            self._store, config=self._config, clock=time.monotonic, nonce=secrets.token_hex(16)
+        )
+
+    def _watched(self) -> State:
+        """The live state, in which no name may have appeared."""
+        return as_attached(self._state(), layout=self.job.layout, exclude=self._exclude)
 
     def _open(self, job: Job) -> str:
         """Fill the baselines, add up their digests, and let rank 0 open the run."""
@@ -238,17 +341,11 @@ class Publisher:
             self._writer.log.refresh()
             return self._writer.newest
 
-        hashes = self._peers.gather(_attempt(self._hash_replicas))
-        refuse_divergence(_all_or_error(hashes))
-        version = max(_all_or_error(self._peers.gather(_attempt(newest))))
-        parts = _all_or_error(
-            self._peers.gather(_attempt(lambda: self._session.start(version=version, fresh=True)))
-        )
+        refuse_divergence(self._peers.agree(self._hash_replicas))
+        version = max(self._peers.agree(newest))
+        parts = self._peers.agree(lambda: self._session.start(version=version, fresh=True))
         table = sum(parts[1:], parts[0])
-        opened = (
-            _attempt(lambda: self._writer.open(job, table=table)) if not self._peers.rank else 0
-        )
-        _all_or_error(self._peers.gather(opened))
+        self._peers.agree(lambda: None if self._peers.rank else self._writer.open(job, table=table))
         nonce = secrets.token_hex(16)
         found: str = self._peers.gather(nonce)[0]
         return found
@@ -310,9 +407,47 @@ class Publisher:
                     return Outcome(write_id, error=e)  # the next writer's ``open`` settles it
 
 
-def _function(state: State | Callable[[], State]) -> Callable[[], State]:
-    import torch
+def step_number(step: object) -> int | None:
+    """A caller's step as an int, also from numpy; None stays None.
 
+    Raises:
+        InputError: It is no integer from 0 to 2**63 - 1.
+    """
+    if step is None:
+        return None
+    expected = "publish: expected an integer step from 0 to 2**63 - 1, found"
+    try:
+        # A tensor of truth values has an index too.
+        if isinstance(step, bool) or getattr(step, "dtype", None) is torch.bool:
+            raise TypeError
+        number = operator.index(step)  # type: ignore[arg-type]
+    except TypeError:
+        raise InputError(f"{expected} {type(step).__name__} {step!r:.80}; pass int(step)") from None
+    if not 0 <= number < STEP_LIMIT:
+        found = number if number.bit_length() <= 64 else f"a number of {number.bit_length()} bits"
+        raise InputError(f"{expected} {found}; pass the trainer's own step count, or none")
+    return number
+
+
+def refuse_differences(settings: Sequence[Mapping[str, str]]) -> None:
+    """Check that all ranks would write alike.
+
+    Args:
+        settings: Each rank's shaping settings by name, as JSON.
+
+    Raises:
+        ConfigError: Two ranks differ; the message names the setting and the ranks.
+    """
+    for rank, found in enumerate(settings):
+        for name, value in settings[0].items():
+            if found.get(name) != value:
+                raise ConfigError(
+                    f"config {name}: expected the same on all ranks, found {value:.200} on rank 0 "
+                    f"and {found.get(name)!s:.200} on rank {rank}; give every rank the same config"
+                )
+
+
+def _function(state: State | Callable[[], State]) -> Callable[[], State]:
     if isinstance(state, torch.nn.Module | StateSource) or not callable(state):
         fixed = state
         return lambda: fixed

@@ -38,6 +38,8 @@ _CODEC: Final = re.compile(r"[a-z0-9]+(\+[a-z0-9]+)?(,[a-z0-9]+(\+[a-z0-9]+)?)*"
 
 
 def _fail(field: str, expected: str, found: object) -> InputError:
+    if isinstance(found, int) and found.bit_length() > 64:  # too long to be worth printing
+        found = f"a number of {found.bit_length()} bits"
     return InputError(f"log entry: {field} must be {expected}, found {found!r}")
 
 

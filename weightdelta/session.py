@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -30,9 +30,12 @@ from weightdelta.log import Log
 from weightdelta.publish import Outcome, Receipt
 from weightdelta.replicas import Hashes, hash_shards, shared_boxes
 from weightdelta.state import State
+from weightdelta.steps import Steps
 from weightdelta.store import Store
 
 Clock = Callable[[], float]
+#: Captures that are remembered until it is known which of them was committed.
+_TAKEN: Final = 8
 
 
 class Payload:
@@ -140,13 +143,20 @@ Deliver = Callable[[Payload | WeightDeltaError], Outcome]
 
 @dataclass(frozen=True, slots=True)
 class Captured:
-    """The planes of one capture and their encoding; ``steps`` is the fence's count."""
+    """The planes of one capture and their encoding.
+
+    Attributes:
+        since: Optimizer steps since the last commit; None when unknown.
+        mark: The caller's step number, and ``count`` the optimizer's own.
+    """
 
     write_id: str
     planes: Sequence[FramePlanes]
     encoding: Encoding
-    steps: int
+    steps: Steps
+    since: int | None
     mark: int | None
+    count: int | None
     seconds: float
 
 
@@ -167,8 +177,9 @@ class RankSession:
         # Held from a capture until its outcome is settled; released by another thread.
         self._turn = threading.Lock()
         self._closed = False
-        self._steps_at_commit: int | None = None
-        self._last: tuple[str, int] | None = None
+        self._steps_at_commit: Steps | None = None
+        # Where the optimizers were at the latest captures, by write id.
+        self._taken: dict[str, Steps] = {}
 
     @property
     def fence(self) -> StepFence:
@@ -194,7 +205,7 @@ class RankSession:
         rehearse(self._baseline, config=self.job.config)
         self._rebuild(version)
         if fresh:
-            self._steps_at_commit = self._fence.steps
+            self._steps_at_commit = self._fence.now()
         return self._baseline.digests()
 
     def _rebuild(self, version: int | None = None) -> None:
@@ -202,7 +213,7 @@ class RankSession:
         log, reader = self._log()
         newest = log.newest if version is None else version
         self._baseline.usable = False  # until the replay has ended
-        self._steps_at_commit = None
+        self._steps_at_commit = self._steps_of(log, newest)
         rebuild(
             self._baseline,
             base=self.job.base,
@@ -247,14 +258,15 @@ class RankSession:
                 return
             log, reader = self._log()
             missed = range(self.version + 1, version + 1)
-            self._steps_at_commit = self._steps_of(log.versions[version].write_id)
+            self._steps_at_commit = self._steps_of(log, version)
             replay(self._baseline, log=log, reader=reader, versions=missed)
         finally:
             self._turn.release()
 
-    def _steps_of(self, write_id: str) -> int | None:
-        """The step count of the last capture, if that is what was committed."""
-        return self._last[1] if self._last and self._last[0] == write_id else None
+    def _steps_of(self, log: Log, version: int) -> Steps | None:
+        """Where the optimizers were when a version was captured, if this process captured it."""
+        entry = log.versions.get(version)
+        return self._taken.get(entry.write_id) if entry else None
 
     def _busy(self) -> Busy:
         return Busy(f"rank {self.rank}: the previous publication has not ended")
@@ -289,8 +301,7 @@ class RankSession:
             InputError: The session is closed.
             ConfigError: The codec does not take the values that the settings name.
         """
-        if self._closed:
-            raise InputError(f"rank {self.rank}: this session is closed; attach again")
+        self._refuse_closed()
         if not self._turn.acquire(timeout=self.job.config.max_step_delay_s):
             raise self._busy()
         try:
@@ -304,8 +315,17 @@ class RankSession:
         return self._worker.submit(self._finish, captured, deliver)
 
     def skip(self, reason: WeightDeltaError, *, deliver: Deliver) -> "Future[Outcome]":
-        """Take part in a publication without a capture, so that the others can end it too."""
+        """Take part in a publication without a capture, so that the others can end it too.
+
+        Raises:
+            InputError: The session is closed.
+        """
+        self._refuse_closed()
         return self._worker.submit(deliver, reason)
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise InputError(f"rank {self.rank}: this session is closed; attach again")
 
     def close(self, *, drain: bool = False) -> None:
         """Remove the hooks and end the threads; with ``drain`` after what they have in hand."""
@@ -326,14 +346,26 @@ class RankSession:
         encoding = Encoding(baseline=self._baseline, pool=self._pool, config=config)
         try:
             with self._fence.capturing(guard=guard) as token:
-                steps = self._fence.steps
-                mark = self._fence.optimizer_step() if mark is None else mark
+                steps = self._fence.now()
                 planes = self._capture.capture(state(), token=token, sink=encoding.add)
+                since, count = self._progress(steps)
         except BaseException:
             encoding.cancel()
             raise
-        self._last = (write_id, steps)
-        return Captured(write_id, planes, encoding, steps, mark, self._clock() - started)
+        self._taken[write_id] = steps
+        while len(self._taken) > _TAKEN:
+            del self._taken[next(iter(self._taken))]
+        return Captured(
+            write_id, planes, encoding, steps, since, mark, count, self._clock() - started
+        )
+
+    def _progress(self, steps: Steps) -> tuple[int | None, int | None]:
+        """Steps since the last commit, and the optimizer's own count."""
+        published, before = self._capture.storages, self._steps_at_commit
+        count = self._fence.own_count(published=published)
+        if before is None:
+            return None, count
+        return self._fence.since(before, steps, published=published), count
 
     def _refuse(self, error: BaseException, deliver: Deliver) -> None:
         """Tell the others that this rank captured nothing."""
@@ -353,9 +385,9 @@ class RankSession:
             outcome = deliver(payload)
             if outcome.version is not None:
                 start, frames = self._baseline.version, payload.frames
+                self._steps_at_commit = captured.steps
                 self._baseline.advance(frames, version=outcome.version)
                 self._capture.advance(frames, start=start)
-                self._steps_at_commit = captured.steps
             return outcome
         finally:
             self._turn.release()
@@ -363,7 +395,7 @@ class RankSession:
     def _receipt(
         self, captured: Captured, started: float, frames: Sequence[EncodedFrame]
     ) -> Receipt:
-        baseline, at_commit = self._baseline, self._steps_at_commit
+        baseline = self._baseline
         measured = (
             histogram(captured.planes, baseline=baseline) if self.job.config.measure_bound else None
         )
@@ -372,8 +404,9 @@ class RankSession:
             write_id=captured.write_id,
             rank=self.rank,
             parent=baseline.version,
-            steps=None if at_commit is None else captured.steps - at_commit,
+            steps=captured.since,
             mark=captured.mark,
+            count=captured.count,
             codecs=np.array([IDS[f.codec] if f.changed else 0 for f in frames], np.uint8),
             sizes=np.array([f.sizes for f in frames], np.uint32).reshape(-1, SLOTS),
             hashes=np.frombuffer(b"".join(f.digest for f in frames), np.uint8).reshape(-1, 16),

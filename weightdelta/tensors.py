@@ -50,6 +50,12 @@ def is_dtensor(tensor: torch.Tensor) -> "TypeGuard[DTensor]":
     return kind is not None and isinstance(tensor, kind)
 
 
+def storage_of(tensor: torch.Tensor) -> int:
+    """Address of the memory that a tensor is a view of; of its own part, for a DTensor."""
+    local = tensor.to_local() if is_dtensor(tensor) else tensor
+    return local.untyped_storage().data_ptr()
+
+
 def as_ints(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as integers of the same width; strides are kept."""
     width = tensor.element_size()

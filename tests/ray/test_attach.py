@@ -340,6 +340,27 @@ def _resizable(self: Any) -> Any:
     return {**tensors, "m": tensors["m"][:3]} if getattr(self, "cut", False) else tensors
 
 
+def test_a_tensor_that_has_appeared_is_refused_by_name(
+    trainers: Any, attach: Any, base: Path, store: str
+) -> None:
+    """Nobody would publish it."""
+    handles = trainers("sync")
+    group = attach(handles, state=_growing)
+    inside(handles[1], lambda self: setattr(self, "more", True))
+    try:
+        with pytest.raises(LayoutMismatch, match="'lora'"):
+            group.publish().wait(LONG)
+    finally:
+        inside(handles[1], lambda self: setattr(self, "more", False))
+    assert ended(group.publish()) == 1
+    assert levels(read(store, base)) == {0}
+
+
+def _growing(self: Any) -> Any:
+    tensors = live(self)
+    return {**tensors, "lora": torch.zeros(3)} if getattr(self, "more", False) else tensors
+
+
 def test_an_attach_that_fails_does_no_harm_to_the_one_before(
     trainers: Any, attach: Any, base: Path, store: str, tmp_path: Path
 ) -> None:

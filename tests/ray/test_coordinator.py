@@ -51,7 +51,7 @@ class Run:
     async def opened(self) -> Coordinator:
         """The first life, ready for publications."""
         made = self.coordinator()
-        assert await made.open(total(r.baseline for r in self.ranks), 0) == 0
+        assert await made.open(total(r.baseline for r in self.ranks), 0) == []
         return made
 
     def receipts(self, write_id: str) -> list[Receipt]:
@@ -261,6 +261,28 @@ def test_another_attachment_is_told_by_its_own_name(run: Run) -> None:
                 await restarted.begin("1" * 32, None)
             with pytest.raises(Fenced, match="another job"):
                 await restarted.outcome("1" * 32, LONG)
+
+    play(story())
+
+
+def test_opening_tells_whose_run_it_was_before(run: Run) -> None:
+    """Also after restarts on either side, and never of one that opened later."""
+
+    async def story() -> None:
+        await run.opened()
+        await run.coordinator().newest()  # a second life, with an epoch of its own
+        table = total(r.baseline for r in run.ranks)
+        second, third = run.attach(), run.attach()
+        coordinator = Coordinator([(second, run.job)])
+        assert await coordinator.open(table, 0) == [run.attachment.group]
+        restarted = Coordinator([(second, run.job)])
+        assert await restarted.open(table, 0) == [run.attachment.group]
+        assert await Coordinator([(third, run.job)]).open(table, 0) == sorted(
+            [run.attachment.group, second.group]
+        )
+        await restarted.newest()  # reads the third one's entry
+        with pytest.raises(Fenced):
+            await restarted.open(table, 0)
 
     play(story())
 
