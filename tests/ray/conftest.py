@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import ray
 import rayjobs
+from rayjobs import Gate
 
 import weightdelta as wd
 
@@ -41,6 +42,20 @@ def cluster() -> Iterator[None]:
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small base checkpoint."""
     return rayjobs.save_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Iterator[Gate]:
+    """A gate that opens at the end: whatever failed, nobody stays behind."""
+    made = Gate.at(tmp_path / "gate")
+    yield made
+    made.open()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> str:
+    """Where ``attach`` publishes to by default."""
+    return str(tmp_path / "store")
 
 
 Trainers = Callable[[str], list[Any]]

@@ -32,16 +32,6 @@ from weightdelta.store import Store
 from weightdelta.verify import verify
 
 
-@pytest.fixture
-def gate(tmp_path: Path) -> Gate:
-    return Gate.at(tmp_path / "gate")
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> str:
-    return str(tmp_path / "store")
-
-
 def step_all(handles: list[Any]) -> None:
     ray.get([h.step.remote() for h in handles])
 

@@ -26,18 +26,6 @@ from weightdelta.record import HEAD
 FAST_STORE = {"fsync": False, "timeout_s": 2.0}
 
 
-@pytest.fixture
-def gate(tmp_path: Path) -> Iterator[Gate]:
-    made = Gate.at(tmp_path / "gate")
-    yield made
-    made.open()  # whatever failed, nobody stays behind
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> str:
-    return str(tmp_path / "store")
-
-
 def sessions(_: Any) -> list[str]:
     return sorted(trainer._RANKS)
 

@@ -23,22 +23,10 @@ HOOKED = pytest.mark.parametrize("hooked", [True, False], ids=["fence", "control
 
 
 @pytest.fixture
-def gate(tmp_path: Path) -> Iterator[Gate]:
-    made = Gate.at(tmp_path / "gate")
-    yield made
-    made.open()  # whatever failed, nobody stays behind
-
-
-@pytest.fixture
 def first(tmp_path: Path) -> Iterator[Gate]:
     made = Gate.at(tmp_path / "first")
     yield made
     made.open()
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> str:
-    return str(tmp_path / "store")
 
 
 def unhook(_: Any) -> None:
