@@ -99,6 +99,8 @@ def test_a_hint_that_is_old_is_noted(run: SmallRun) -> None:
     (note,) = found.notes
     last = run.writer.log.next_seq - 1
     assert note.startswith(f"head: names entry 1, the log ends at {last};")
+    run.store.hint(HEAD, b"%d" % last)
+    assert "expected a number and a newline" in " ".join(_verify(run).notes)
 
 
 def test_a_store_without_a_run(tmp_path: Path) -> None:

@@ -129,6 +129,8 @@ def _stale(hint: bytes | None, log: Log) -> Iterator[str]:
             f"{HEAD}: names entry {int(hint)}, the log ends at {last}; readers look further, it is "
             "put right by the next version"
         )
+    elif hint is not None and hint != b"%d\n" % int(hint):
+        yield f"{HEAD}: expected a number and a newline, found {hint!r}; the number is right"
 
 
 def _layout(reader: DeltaReader, log: Log, digest: str, found: Findings) -> Iterator[Layout]:
