@@ -1,6 +1,8 @@
 """Pages made ready for stores: no fault is left for the pause, and no byte changes."""
 
 import mmap
+import platform
+import re
 import resource
 import sys
 from collections.abc import Iterator
@@ -13,6 +15,9 @@ import pytest
 from weightdelta.pages import make_writable
 
 PAGES = 2000
+LINUX = sys.platform.startswith("linux")
+RELEASE = tuple(int(n) for n in re.findall(r"\d+", platform.release())[:2])
+populates = pytest.mark.skipif(not (LINUX and RELEASE >= (5, 14)), reason="needs Linux 5.14")
 Memory = npt.NDArray[np.uint16]
 
 
@@ -41,24 +46,24 @@ def _faults(memory: Memory, places: npt.NDArray[np.uint64]) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
+@populates
 @pytest.mark.parametrize("backwards", [False, True])
 def test_stores_take_no_faults_and_nothing_changes(mapped: Memory, backwards: bool) -> None:
     before, places = mapped.copy(), _each_page()
-    if not make_writable(mapped, places[::-1] if backwards else places):
-        pytest.skip("this kernel cannot populate pages for writing (Linux 5.14)")
+    assert make_writable(mapped, places[::-1] if backwards else places)
     assert np.array_equal(mapped, before)
     assert _faults(mapped, places) < PAGES / 10
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="counts faults as Linux does")
+@pytest.mark.skipif(not LINUX, reason="counts faults as Linux does")
 def test_without_it_every_page_takes_one(mapped: Memory) -> None:
     assert _faults(mapped, _each_page()) > PAGES / 20
 
 
+@populates
 def test_few_places_cost_few_pages(mapped: Memory) -> None:
     places = _each_page()
-    if not make_writable(mapped, places[:: PAGES // 2]):
-        pytest.skip("this kernel cannot populate pages for writing (Linux 5.14)")
+    assert make_writable(mapped, places[:: PAGES // 2])
     assert _faults(mapped, places) > PAGES / 40
 
 

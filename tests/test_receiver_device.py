@@ -86,7 +86,7 @@ def test_every_pair_of_versions(run: SmallRun, start: Follow, device: str) -> No
 def test_a_frame_is_decoded_only_for_the_memory_that_its_tensors_lie_in(
     run: SmallRun, start: Follow, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Decoding all of it for the host as well was nine tenths of a device's preparation."""
+    """Decoding all of it for the host as well was most of a device's preparation."""
     seen: dict[str, set[int]] = {"host": set(), "device": set()}
 
     def note(where: str, fetched: Fetched) -> None:

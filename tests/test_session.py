@@ -31,6 +31,8 @@ from weightdelta.errors import (
     WeightDeltaError,
 )
 from weightdelta.job import Job
+from weightdelta.layout import Layout, TensorSpec
+from weightdelta.live import Live
 from weightdelta.publish import Outcome, Receipt, RunWriter
 from weightdelta.record import data_name
 from weightdelta.session import Payload, RankSession
@@ -137,6 +139,19 @@ def test_steps_of_optimizers_of_other_weights_do_not_count(run: Run) -> None:
         run.check(version)
         assert run.receipts[-1].steps == steps
     assert (run.receipts[-1].count, run.receipts[-1].mark) == (3, None)
+
+
+def test_an_empty_shard_makes_no_optimizer_one_of_ours(run: Run) -> None:
+    """All empty shards lie at one address; a rank may hold one of the actor and one of a critic."""
+    layout = Layout.of([TensorSpec("w", "F32", (3,)), TensorSpec("z", "F32", (0,))])
+    live = Live({"w": run.live["b"], "z": torch.zeros(0)}, layout)
+    critic = torch.optim.SGD([torch.nn.Parameter(torch.zeros(0))])
+    actor = torch.optim.SGD([torch.nn.Parameter(run.live["b"])])
+    before = run.session.fence.now()
+    for optimizer in (critic, critic, actor):
+        optimizer.step()
+    now = run.session.fence.now()
+    assert run.session.fence.since(before, now, published=live.storages) == 1
 
 
 def test_catch_up_after_an_answer_that_was_lost(run: Run) -> None:

@@ -76,14 +76,17 @@ class Live:
 
     @property
     def storages(self) -> frozenset[int]:
-        """Addresses of the memory that published tensors are views of, by name or alias."""
+        """Addresses of the memory that published tensors are views of, by name or alias.
+
+        Without 0, which is where every empty shard lies, of other models too.
+        """
         return frozenset(
             storage_of(tensor)
             for name, tensor in self._tensors.items()
             if self._layout.alias_of.get(name, name) in self._layout.index
             and tensor.layout == torch.strided
             and tensor.device.type != "meta"
-        )
+        ) - {0}
 
     def device(self, tensors: Iterable[int]) -> torch.device:
         """Where a frame of these tensors is compared: the device of the first that is on one."""

@@ -1,7 +1,7 @@
 """Pages of host memory made ready for stores ahead of a pause; their content stays as it is.
 
 Weights that were mapped from a checkpoint, or that a fork shares, are copied page by page on the
-first store: half a second for 270 MB, which belongs into the preparation.
+first store, which belongs into the preparation.
 """
 
 import ctypes
