@@ -6,7 +6,7 @@ from chunking import random_elements
 from device_laws import put
 
 from weightdelta.codecs.stock import Inner
-from weightdelta.kernels import reference
+from weightdelta.kernels import reference, torch_masks
 from weightdelta.kernels.planes import BLOCK_BYTES, Chunks, Elements
 from weightdelta.kernels.triton_blocks import zero_runs
 from weightdelta.kernels.triton_masks import weigh_pieces, xor_pieces
@@ -127,3 +127,33 @@ def weighs(width: int, *, device: str = "cpu") -> None:
         chunks = Chunks(none, one, key, none, one, one)
         _, change = reference.encode(old, new, chunks=chunks, xor=True)
         assert int(found[i]) == int(change.view(np.int64)[0])
+
+
+def agrees_with_the_oracle(width: int, share: float, *, shift: int, device: str = "cpu") -> None:
+    """Marks, weights and digest changes are those of plain torch, whichever way the mask goes."""
+    mask, weights = mask_of(width, share, device=device), weights_of(width, device=device)
+    other = put(host(weights), device=device)
+    first, second = (table(w, shift=shift, width=width) for w in (weights, other))
+    keys = torch.tensor([5, -7, 1 << 62, 900], dtype=torch.int64, device=device)
+    for store, back in ((False, False), (False, True), (True, False), (True, True)):
+        changes = weigh_pieces(mask, **first, keys=keys, width=width)
+        wanted = torch_masks.weigh_pieces(mask, **second, keys=keys, width=width)
+        assert torch.equal(changes, wanted)
+        marks = torch.zeros(2, len(SIZES), dtype=torch.int64, device=device)
+        xor_pieces(mask, **first, marks=marks[0], store=store, back=back)
+        torch_masks.xor_pieces(mask, **second, marks=marks[1], store=store, back=back)
+        assert torch.equal(marks[0], marks[1])
+        assert host(weights).tobytes() == host(other).tobytes()
+
+
+def leaves_pieces_of_no_size_alone(*, device: str = "cpu") -> None:
+    """What an interrupted pause has done already is left out by its size."""
+    mask, weights = mask_of(2, 1, device=device), weights_of(2, device=device)
+    before = weights.clone()
+    pieces = table(weights, shift=0, width=2)
+    pieces["sizes"] = torch.zeros_like(pieces["sizes"])
+    marks = torch.ones(len(SIZES), dtype=torch.int64, device=device)
+    for kernel in (xor_pieces, torch_masks.xor_pieces):
+        kernel(mask, **pieces, marks=marks, store=True, back=False)
+        assert torch.equal(weights, before)
+        assert marks.tolist() == [0] * len(SIZES)

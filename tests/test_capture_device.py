@@ -124,7 +124,7 @@ def test_a_run_of_captures_over_many_windows(
         rank.baseline.advance(frames, version=version)
         capture.advance(frames, start=version - 1)
         assert same(content([rank.baseline]), wire(on(state, "cpu"), rank.job.layout))
-        assert capture.costs.windows > slots
+        assert capture.costs.windows > (slots if baseline == "host" else 1)
         sent = capture.costs.down_bytes
         whole = rank.baseline.arena.nbytes
         assert sent <= whole if baseline == "host" or version == 1 else sent == 0

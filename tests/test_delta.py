@@ -143,8 +143,12 @@ def test_requests_cover_every_changed_frame_once(
 @pytest.mark.parametrize("threads", [0, 2])
 def test_frames_come_back_verified_and_in_order(run: Run, threads: int) -> None:
     delta = run.delta()
-    pool = ThreadPoolExecutor(threads) if threads else None
-    found = list(run.reader().frames(delta, range(len(delta.plan)), pool=pool))
+    if threads:
+        with ThreadPoolExecutor(threads) as pool:
+            coming = run.reader().arriving(delta, range(len(delta.plan)), pool=pool)
+            found = [item for job in coming for item in job.result()]
+    else:
+        found = list(run.reader().frames(delta, range(len(delta.plan))))
     changed = np.flatnonzero(delta.index.changed).tolist()
     assert [frame for frame, _ in found] == changed
     assert 1 < len(changed) < len(delta.plan)

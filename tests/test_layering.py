@@ -24,9 +24,10 @@ LAYERS: tuple[str, ...] = (
     "kernels.device kernels.torch_ops kernels.triton_digest kernels.triton_units "
     "kernels.triton_direct kernels.triton_scan kernels.triton_encode kernels.triton_places "
     "kernels.triton_stage kernels.triton_scatter kernels.triton_ops "
-    "kernels.triton_tokens kernels.triton_blocks kernels.triton_masks "
+    "kernels.triton_tokens kernels.triton_blocks kernels.torch_masks kernels.triton_masks "
     "codecs.zstd codecs.slots codecs.batch codecs.sparse codecs.stock codecs.blocks "
-    "codecs.registry codecs.transcode codecs.engine_memory codecs.nvcomp codecs.device_blocks",
+    "codecs.registry codecs.transcode codecs.engine_memory codecs.decoding codecs.nvcomp "
+    "codecs.device_blocks",
     # L2: who owns what, and the records that say so
     "tensors device_memory state sharding sharding.explicit sharding.dtensor ownership cover "
     "frame chunk_table index record",
@@ -35,8 +36,9 @@ LAYERS: tuple[str, ...] = (
     "delta baseline",
     # L4: one side of a publication
     "steps fence live windows mirror capture_device capture replicas encode job skew publish "
-    "versions fetch sharing placement recognition decode_batch decode pages apply site fold "
-    "device_lists stage_device staging pieces apply_blocks",
+    "versions fetch sharing placement recognition decode_batch decode pages apply pieces "
+    "block_memory block_groups apply_blocks site fold device_lists device_staged stage_blocks "
+    "stage_device staging",
     # L5: what users hold
     "session publisher engines engines.transformers receiver",
     # L6: what people run
@@ -50,8 +52,9 @@ TRAINER = (
     "session publisher"
 )
 SAMPLER = (
-    "versions fetch sharing placement recognition decode_batch decode pages apply site fold "
-    "device_lists stage_device staging pieces apply_blocks engines engines.transformers receiver"
+    "versions fetch sharing placement recognition decode_batch decode pages apply pieces "
+    "block_memory block_groups apply_blocks site fold device_lists device_staged stage_blocks "
+    "stage_device staging engines engines.transformers receiver"
 )
 
 #: The Ray actors stand on top of the library, in their own order.
@@ -88,7 +91,8 @@ TORCH_DOORS = (
     "kernels.triton_digest kernels.triton_units kernels.triton_direct kernels.triton_scan "
     "kernels.triton_encode kernels.triton_places kernels.triton_stage kernels.triton_scatter "
     "kernels.triton_ops "
-    "kernels.triton_blocks kernels.triton_masks codecs.nvcomp codecs.device_blocks"
+    "kernels.triton_blocks kernels.torch_masks kernels.triton_masks codecs.decoding codecs.nvcomp "
+    "codecs.device_blocks"
 )
 
 #: The facade, ``weightdelta`` itself, stands above everything and resolves names lazily.

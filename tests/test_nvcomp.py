@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 
-from weightdelta.apply_blocks import BlockApply
 from weightdelta.codecs import stock
 from weightdelta.codecs.blocks import Blocks
 from weightdelta.codecs.engine_memory import EngineBuffer
@@ -25,8 +24,6 @@ def test_a_cpu_is_no_place_for_nvcomp() -> None:
         check("cpu")
     with pytest.raises(ConfigError, match="not on cpu"):
         BlockCodec("snappy", device="cpu")
-    with pytest.raises(ConfigError, match="not on cpu"):
-        BlockApply([], inner="lz4", tensors=0, device="cpu")
 
 
 @no_gpu

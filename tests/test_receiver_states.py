@@ -30,12 +30,22 @@ NO_SCRUB = Config.of({"scrub_every": 0})
 
 
 class Following(RuleBasedStateMachine):
-    """Any order of events: the weights are always the trainer's at the claimed version."""
+    """Any order of events: the weights are always the trainer's at the claimed version.
+
+    Attributes:
+        config: The receiver's.
+        first: The first trainer's.
+        codecs: What later ones write beside differences.
+    """
+
+    config = NO_SCRUB
+    first = Config()
+    codecs: tuple[str, ...] = ("sparse+zstd",)
 
     def __init__(self) -> None:
         super().__init__()
         self.folder = TemporaryDirectory()
-        self.run = SmallRun(Path(self.folder.name), ranks=1)
+        self.run = SmallRun(Path(self.folder.name), ranks=1, config=self.first)
         self.seed = 0
         self.undo: tuple[int, int] | None = None
         self.target: int | None = None
@@ -45,7 +55,7 @@ class Following(RuleBasedStateMachine):
     def start(self) -> None:
         """A sampler boots from base."""
         self.model = self.run.model()
-        self.receiver = Receiver(self.run.store, self.model, config=NO_SCRUB)
+        self.receiver = Receiver(self.run.store, self.model, config=self.config)
 
     @precondition(lambda self: self.run.newest < 6)
     @rule(share=st.sampled_from([0.0, 0.05, 0.5, 1.0]))
@@ -55,10 +65,13 @@ class Following(RuleBasedStateMachine):
         self.run.step(self.seed, share=share)
 
     @precondition(lambda self: self.run.newest < 6)
-    @rule(values=st.sampled_from(["diff", "xor"]), max_bytes=st.sampled_from([24, 200]))
-    def restart_trainer(self, values: str, max_bytes: int) -> None:
+    @rule(data=st.data(), max_bytes=st.sampled_from([24, 200]))
+    def restart_trainer(self, data: st.DataObject, max_bytes: int) -> None:
         """Later deltas have other values and another plan."""
-        self.run.open(config=Config.of({"values": values}), ranks=2, max_bytes=max_bytes)
+        forms = [("diff", "sparse+zstd"), *(("xor", codec) for codec in self.codecs)]
+        values, codec = data.draw(st.sampled_from(forms))
+        config = Config.of({"values": values, "codec": codec})
+        self.run.open(config=config, ranks=2, max_bytes=max_bytes)
 
     @precondition(lambda self: self.edited is None)
     @rule(data=st.data())
@@ -113,7 +126,7 @@ class Following(RuleBasedStateMachine):
         """The sampler's process ends; a new one finds its version again."""
         version = self.receiver.version
         self.receiver.close()
-        self.receiver = Receiver(self.run.store, self.model, config=NO_SCRUB)
+        self.receiver = Receiver(self.run.store, self.model, config=self.config)
         assert self.run.versions[self.receiver.version] == self.run.versions[version]
         self.undo = self.target = None
 

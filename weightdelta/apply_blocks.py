@@ -10,80 +10,64 @@ run decodes everything once, sums what it would change of the state digest, and 
 every piece of mask with the weights under it. The pause makes the marks anew: a block that
 decodes otherwise than it did, or weights edited in between, are found before the update counts,
 and the masks are taken back.
+
+Marks are also what makes it safe to go on after an interruption. A XOR taken twice is none, so
+where it is not known how far the last pass came, each piece's mark is made both ways: it says
+whether the piece is old, new or neither, and only those that are not yet where they belong are
+taken in.
 """
 
-import importlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
-from itertools import pairwise
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from weightdelta.codecs.blocks import Inner, block_lengths
-from weightdelta.codecs.engine_memory import EngineBuffer
-from weightdelta.codecs.nvcomp import BlockCodec, Job, check, check_blocks
-from weightdelta.codecs.transcode import ALIGN
-from weightdelta.device_memory import HostBuffer, on_device
-from weightdelta.errors import ConfigError, Dirty, NotPrepared, StateMismatch, WeightDeltaError
-from weightdelta.kernels.cpu_walk import lay_out
-from weightdelta.kernels.planes import BLOCK_BYTES
-from weightdelta.pieces import MaskFrame, grouped, pieces_of, room_of, whole
+from weightdelta.block_groups import Group, Layout, table_room
+from weightdelta.block_memory import PIECE_MEAN, SLOTS, BlockMemory, Host, Use, source_of
+from weightdelta.codecs.blocks import Inner
+from weightdelta.device_memory import Lane, Mark, on_device
+from weightdelta.errors import Dirty, NotPrepared, StateMismatch
+from weightdelta.pieces import MaskFrame as MaskFrame
+from weightdelta.pieces import pieces_of, room_of, whole
 
-I64 = npt.NDArray[np.int64]
 U64 = npt.NDArray[np.uint64]
 
 #: Mask bytes that a slot holds, unless one frame has more.
 SLOT_BYTES: Final = 192 << 20
-#: Threads that check and lay out blocks.
+#: Threads that check and lay out blocks, unless the caller brings some.
 _THREADS: Final = 16
 
 
-@dataclass(frozen=True, slots=True)
-class _Group:
-    """Frames of one width whose masks share a slot, as the device needs them.
-
-    Attributes:
-        raw: Where their blocks lie in host memory.
-        places: Begin, address and size of each piece.
-        keys, tensors: Index term and digest row of each piece.
-        pieces: Where they stand among the pieces of all groups.
-    """
-
-    width: int
-    raw: slice
-    job: Job
-    places: dict[str, torch.Tensor]
-    keys: torch.Tensor
-    tensors: torch.Tensor
-    pieces: slice
-
-
 class BlockApply:
-    """One update of resident weights on a CUDA device, from raw blocks; for one thread at a time.
+    """One update of resident weights on one device, from raw blocks; for one thread at a time.
 
     The caller keeps the weights alive and where they are.
 
     Args:
-        frames: What to apply, all of one bitstream.
+        frames: What to apply, all of one bitstream; no mask is larger than a slot.
         inner: Their bitstream.
         tensors: Rows of the digest table.
-        device: A CUDA device.
+        device: Where the weights lie.
         slot_bytes: Mask bytes in each of the two slots; one frame at least.
-        host: Pinned memory to reuse.
+        memory: Slots, decoders and host memory to share, instead of slots of its own.
+        pool: Threads that check and lay out blocks.
 
     Raises:
         DamagedObject: A block is not what its place calls for.
-        ConfigError: nvCOMP or Triton is missing, or there is no GPU; the CPU path serves.
+        ConfigError: nvCOMP or Triton is missing for a GPU; the CPU path serves.
         DeviceMemory: No room for the slots.
 
     Attributes:
-        device_bytes: Device memory taken beside the weights.
-        pinned_bytes: Raw blocks held in host memory.
+        pinned_bytes: Host memory that raw blocks and the entries of their pieces take.
+        changed: Elements that differ.
+        frames: How many there are.
         engine: What decodes.
     """
 
@@ -95,99 +79,64 @@ class BlockApply:
         tensors: int,
         device: torch.device | str,
         slot_bytes: int = SLOT_BYTES,
-        host: HostBuffer | None = None,
+        memory: BlockMemory | None = None,
+        pool: Executor | None = None,
     ) -> None:
-        self._device, self._tensors, self._rehearsed = torch.device(device), tensors, False
-        check(self._device)
+        kept = [f for f in frames if f.blocks.sizes.any()]
+        self._device, self._tensors = torch.device(device), tensors
+        self._memory = memory or _own(kept, slot_bytes, self._device)
+        self._decoder = self._memory.decoder(inner)
+        self.engine = self._decoder.engine
+        self.frames, self.changed = len(kept), sum(f.changed for f in kept)
+        #: Whether the new values are in the weights; None: perhaps some.
+        self._held: bool | None = False
+        self._careful = self._rehearsed = False
+        self._running: list[Any] = []
+        self._lent: list[Callable[[], Any]] = []
         with on_device(self._device, doing="preparing raw blocks"):
-            self._kernels = _kernels()
-            self._up, self._decoding = _stream(self._device), _stream(self._device)
-            self._codec = BlockCodec(inner, device=self._device, stream=self._decoding)
-            self.engine = self._codec.engine
-            groups = grouped([f for f in frames if f.blocks.sizes.any()], slot_bytes)
-            self._stage(groups, host or HostBuffer(self._device))
+            self._memory.lanes.wait()  # nothing reads host memory any more that will be filled
+            with nullcontext(pool) if pool else _threads() as threads:
+                self._stage(kept, threads)
 
-    # --- preparation --------------------------------------------------------------------------
-
-    def _stage(self, groups: list[list[MaskFrame]], host: HostBuffer) -> None:
-        """Lay the blocks out in host memory, take the slots, and tell nvCOMP where things lie."""
-        ends = np.cumsum([0, *map(room_of, groups)]).tolist()
-        self.pinned_bytes, self._engine = ends[-1], None
-        if not self._codec.refusal:  # an engine reads host memory itself
-            self._engine = EngineBuffer(ends[-1], device=self._device.index or 0)
-        self._host = torch.from_numpy(self._engine.view) if self._engine else host.get(ends[-1])
-        raw = 0 if self._engine else max((b - a for a, b in pairwise(ends)), default=0)
-        mask = max((sum(whole(f.blocks.size) for f in g) for g in groups), default=0)
-        self._raw = [self._bytes(raw), self._bytes(raw)]
-        self._masks = [self._bytes(mask), self._bytes(mask)]
-        self._count = 0
-        with ThreadPoolExecutor(min(os.cpu_count() or 1, _THREADS)) as pool:
-            self._groups = [
-                self._group(frames, slot=i % 2, raw=slice(ends[i], ends[i + 1]), pool=pool)
-                for i, frames in enumerate(groups)
-            ]
-        self._found, self._expected = torch.zeros(
-            2, self._count, dtype=torch.int64, device=self._device
+    def _stage(self, frames: Sequence[MaskFrame], pool: Executor) -> None:
+        """Lay the blocks out in host memory, and say where things go."""
+        layout = Layout(self._memory, decoder=self._decoder, pool=pool)
+        plan = layout.plan(frames)
+        lent = self._lend("blocks" if self._decoder.refusal else "engine")
+        self._host = lent.get(room_of(frames))
+        self._tables = self._lend("tables").get(table_room(plan))
+        source = source_of(lent, self._host)
+        self._groups = list(
+            layout.groups(plan, source=source, host=self._host, tables=self._tables)
         )
-        tables = [t for g in self._groups for t in (*g.places.values(), g.keys, g.tensors)]
-        own = (*self._raw, *self._masks, *tables, self._found, self._expected)
-        self.device_bytes = sum(t.nbytes for t in own)
+        self.pinned_bytes = len(self._host) + len(self._tables)
+        with self._memory.lanes.low:
+            #: Sum of the marks that a pass found in each group.
+            self._found = torch.zeros(len(plan), dtype=torch.int64, device=self._device)
+            self._wrong = torch.zeros(1, dtype=torch.int64, device=self._device)
+        pinned = self._device.type == "cuda"
+        self._answer = torch.zeros(1, dtype=torch.int64, pin_memory=pinned)
 
-    def _bytes(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8, device=self._device)
+    def _lend(self, use: Use) -> Host:
+        """Memory that goes back with :meth:`clear`, or when nobody holds this any more."""
+        lent = self._memory.lend(use)
+        give = weakref.finalize(self, self._memory.give, use, lent)
+        give.atexit = False
+        self._lent.append(give)
+        return lent
 
-    def _tell(self, column: npt.NDArray[Any]) -> torch.Tensor:
-        return torch.from_numpy(column).to(self._device)
+    @property
+    def own_bytes(self) -> int:
+        """Device memory that is not shared."""
+        return self._found.nbytes + self._wrong.nbytes
 
-    def _fill(self, frame: MaskFrame, at: int) -> tuple[I64, I64]:
-        """Check a frame's blocks and copy them to host memory from ``at`` on: offsets, sizes."""
-        check_blocks(frame.blocks, where=frame.where)
-        sizes = frame.blocks.sizes.astype(np.int64)
-        room = -(-sizes // ALIGN) * ALIGN
-        lay_out(frame.blocks.arena, frame.blocks.sizes, align=ALIGN, out=self._host.numpy()[at:])
-        kept = sizes > 0
-        return (at + np.cumsum(room) - room)[kept], sizes[kept]
-
-    def _group(self, frames: list[MaskFrame], *, slot: int, raw: slice, pool: Executor) -> _Group:
-        starts = np.cumsum([raw.start, *(room_of([f]) for f in frames)]).tolist()
-        masks = np.cumsum([0, *(whole(f.blocks.size) for f in frames)]).tolist()
-        filled = [pool.submit(self._fill, f, at) for f, at in zip(frames, starts, strict=False)]
-        found, pieces = [], []
-        for frame, mask in zip(frames, masks, strict=False):
-            lengths = block_lengths(frame.blocks.size)
-            present = np.flatnonzero(frame.blocks.sizes)
-            found.append((mask + present * BLOCK_BYTES, lengths[present]))
-            part = pieces_of(frame)
-            pieces.append((part.begin + mask, part.address, part.size, part.key, part.tensor))
-        targets, lengths = (np.concatenate(c) for c in zip(*found, strict=True))
-        begin, address, size, key, tensor = (np.concatenate(c) for c in zip(*pieces, strict=True))
-        laid = [one.result() for one in filled]
-        offsets, sizes = (np.concatenate(c) for c in zip(*laid, strict=True))
-        if not self._engine:
-            offsets = offsets - raw.start
-        job = self._codec.job(
-            self._engine or self._raw[slot],
-            offsets=offsets,
-            sizes=sizes,
-            target=self._masks[slot],
-            targets=targets,
-            lengths=lengths,
-            where=f"{frames[0].where} to {frames[-1].where}",
-        )
-        places = {"begins": begin, "addresses": address, "sizes": size}
-        self._count += len(begin)
-        return _Group(
-            frames[0].width,
-            raw,
-            job,
-            {name: self._tell(column) for name, column in places.items()},
-            self._tell(key.view(np.int64)),
-            self._tell(tensor.astype(np.int64)),
-            slice(self._count - len(begin), self._count),
-        )
+    @property
+    def device_bytes(self) -> int:
+        """Device memory taken beside the weights, the slots included."""
+        return self.own_bytes + self._memory.nbytes
 
     def dry_run(self) -> U64:
-        """Decode everything, store nothing, and tell what would change.
+        """Decode everything, store nothing, and tell what would change; at low priority.
 
         Returns:
             uint64 [tensors], digest change of each.
@@ -195,134 +144,228 @@ class BlockApply:
         Raises:
             DeviceLost: The device failed.
         """
-        sums = torch.zeros(self._tensors, dtype=torch.int64, device=self._device)
+        low, kernels = self._memory.lanes.low, self._memory.kernels
 
-        def look(group: _Group, mask: torch.Tensor) -> None:
-            kernels = self._kernels
-            marks = self._expected[group.pieces]
-            kernels.xor_pieces(mask, **group.places, marks=marks, store=False)
-            change = kernels.weigh_pieces(mask, **group.places, keys=group.keys, width=group.width)
-            sums.index_add_(0, group.tensors, change)
+        def look(_: int, group: Group, slot: torch.Tensor) -> None:
+            # Marks first: an edit in between is then seen by the sums, an edit before by both.
+            mask, at = group.job.target, group.columns(slot)
+            kernels.xor_pieces(mask, **at.places, marks=at.expected, store=False, back=False)
+            change = kernels.weigh_pieces(mask, **at.places, keys=at.keys, width=group.width)
+            sums.index_add_(0, at.tensors, change)
+            kept = group.columns(self._tables[group.table :]).expected
+            kept.copy_(at.expected, non_blocking=True)
 
         with on_device(self._device, doing="dry run of raw blocks"):
-            for _ in self._streamed(self._groups, look):
-                pass
-        self._rehearsed = True
+            low.after_caller()
+            with low:
+                sums = torch.zeros(self._tensors, dtype=torch.int64, device=self._device)
+            self._each(look, lane=low, whole_tables=True)
+            self._rehearse()
+            self._end(self._memory.lanes.pause)
+        self._held, self._rehearsed = False, True
         return sums.cpu().numpy().view(np.uint64)
 
+    def _rehearse(self) -> None:
+        """Compile, load and allocate what a pause needs, on one piece of no size nowhere."""
+        low, pause = self._memory.lanes.low, self._memory.lanes.pause
+        if self._groups:
+            with low:  # all of it: what another stream fills would not be there yet
+                begin, address, marks = torch.zeros(
+                    3, 1, dtype=torch.int64, device=self._device
+                ).unbind()
+                size = torch.zeros(1, dtype=torch.int32, device=self._device)
+                places = {"begins": begin, "addresses": address, "sizes": size}
+                for store, back in ((False, True), (True, False), (True, True)):
+                    self._memory.kernels.xor_pieces(
+                        self._memory.masks[0], **places, marks=marks, store=store, back=back
+                    )
+        pause.after(low.mark())
+        with pause:
+            self._found[:1] = self._found.sum()
+            self._wrong += (self._found != self._found).sum()
+            self._answer.copy_(self._wrong, non_blocking=True)
+
+    def clear(self) -> None:
+        """Give memory back; all work must have ended."""
+        self._groups = []
+        self._found = torch.zeros(0, dtype=torch.int64)
+        self._rehearsed, self.pinned_bytes, self.changed, self.frames = False, 0, 0, 0
+        self._host = self._tables = torch.zeros(0, dtype=torch.uint8)
+        for give in self._lent:
+            give()
+
     def close(self) -> None:
-        """Give back memory that torch does not own; all work must have ended."""
-        if self._engine:
-            self._engine.close()
+        """Give back the slots, too, where nobody shares them."""
+        self.clear()
+        self._memory.release()
 
     # --- the pause ----------------------------------------------------------------------------
 
-    def _streamed(
-        self, groups: Sequence[_Group], work: Callable[[_Group, torch.Tensor], None]
-    ) -> Iterator[int]:
-        """Decode group after group; ``work`` runs on the current stream beside the next decode.
+    def begin(self, *, back: bool) -> None:
+        """Start taking all masks in (``back``: out again); ``finish`` has to follow.
 
-        Nothing here waits for the device. Yields how many groups have been handed in.
+        Nothing here waits for the device.
+
+        Raises:
+            DeviceLost: A launch failed; the weights belong to no version.
+            NotPrepared: There was no dry run.
         """
-        mine = torch.cuda.current_stream()
-        decoded: list[torch.cuda.Event] = []
-        worked: list[torch.cuda.Event] = []
-        running = []
-        for stream in (self._up, self._decoding):
-            stream.wait_stream(mine)
-        for i, group in enumerate(groups):
-            self._send(group, slot=i % 2, decoded=decoded[i - 2] if i >= 2 else None)
-            if i >= 2:
-                self._decoding.wait_event(worked[i - 2])
-            running.append(self._codec.start(group.job))
-            decoded.append(self._decoding.record_event())
-            mine.wait_event(decoded[i])
-            work(group, group.job.target)
-            worked.append(mine.record_event())
-            yield i + 1
-        mine.synchronize()
+        if not self._rehearsed:
+            raise NotPrepared("raw blocks were not looked at; call dry_run() first")
+        self._careful, self._held = self._held is not back, None
+        pause = self._memory.lanes.pause
+        with on_device(self._device, doing="apply"):
+            pause.after_caller()
+            self._store(back=back)
+            with pause:
+                self._answer.copy_(self._wrong, non_blocking=True)
 
-    def _send(self, group: _Group, *, slot: int, decoded: torch.cuda.Event | None) -> None:
-        """Blocks to their slot, once what was there has been decoded."""
-        if self._engine:
+    def finish(self, *, back: bool) -> None:
+        """Wait until all masks are taken in (``back``: out).
+
+        Raises:
+            StateMismatch: Weights were edited after the dry run, or a block decoded otherwise.
+                What had been stored was put back.
+            DeviceLost: The device failed; the weights belong to no version.
+            Dirty: What had been stored could not be put back.
+        """
+        with on_device(self._device, doing="apply"):
+            self._end(self._memory.lanes.pause)
+        wrong = int(self._answer[0])
+        if not wrong:
+            self._held = not back
             return
-        if decoded is not None:
-            self._up.wait_event(decoded)
-        with torch.cuda.stream(self._up):
-            part = self._host[group.raw]
-            self._raw[slot][: len(part)].copy_(part, non_blocking=True)
-        self._decoding.wait_stream(self._up)
+        restored = (
+            "They were left as they are, and all others put back"
+            if self._careful
+            else "What had been stored was put back. Nothing was changed"
+        )
+        self.put_back(back=back)
+        raise StateMismatch(
+            f"weights on {self._device}: expected those that the prepared masks are for, found "
+            f"others ({wrong} pieces of at most 64 KiB); they were edited after prepare(), or a "
+            f"block decoded otherwise. {restored}; reload a checkpoint and attach()"
+        )
 
-    def _take(self, groups: Sequence[_Group], *, back: bool) -> Iterator[int]:
-        def work(group: _Group, mask: torch.Tensor) -> None:
-            marks = self._found[group.pieces]
-            self._kernels.xor_pieces(mask, **group.places, marks=marks, store=True, back=back)
+    def put_back(self, *, back: bool) -> None:
+        """Undo a ``begin(back=back)`` that has returned, finished or not.
 
-        return self._streamed(groups, work)
+        Raises:
+            DeviceLost: The device failed.
+            Dirty: The same blocks gave other masks this time.
+        """
+        pause = self._memory.lanes.pause
+        with on_device(self._device, doing="apply"):
+            with pause:
+                before = self._found.clone()
+            self._store(back=not back)
+            self._end(pause)
+            with pause:
+                same = self._careful or torch.equal(before, self._found)
+        if not same:
+            raise Dirty(
+                f"weights on {self._device} were edited, or a block decoded otherwise, and the "
+                "same blocks gave other masks when taken back; reload a checkpoint and attach()"
+            )
+        self._held = None if self._careful else back
 
     def apply(self) -> None:
         """Take all masks into the weights; they are the new version when this returns.
 
-        Raises:
-            StateMismatch: Weights were edited after the dry run, or a block decoded otherwise.
-                Nothing was changed.
-            DeviceLost: The device failed.
-            Dirty: What had been changed could not be put back.
+        Raises as :meth:`begin` and :meth:`finish`.
         """
-        self._all_or_none(back=False)
+        self.begin(back=False)
+        self.finish(back=False)
 
     def undo(self) -> None:
         """Take all masks back out of the weights. Raises as :meth:`apply`."""
-        self._all_or_none(back=True)
+        self.begin(back=True)
+        self.finish(back=True)
 
-    def _all_or_none(self, *, back: bool) -> None:
-        if not self._rehearsed:
-            raise NotPrepared("raw blocks were not looked at; call dry_run() first")
-        with on_device(self._device, doing="applying raw blocks"):
-            done = 0
-            try:
-                for count in self._take(self._groups, back=back):
-                    done = count
-                if torch.equal(self._found, self._expected):
-                    return
-                raise StateMismatch(
-                    "the weights, or the masks for them, are not what they were at prepare(). "
-                    "Nothing was changed; reload a checkpoint and attach()"
-                )
-            except WeightDeltaError as error:
-                self._restore(done, back=not back, because=error)
-                raise
+    def _store(self, *, back: bool) -> None:
+        pause = self._memory.lanes.pause
+        with pause:
+            self._wrong.zero_()
+        self._each(partial(self._settle if self._careful else self._take, back=back), lane=pause)
 
-    def _restore(self, done: int, *, back: bool, because: WeightDeltaError) -> None:
-        """XOR the same masks once more into what the first ``done`` groups changed."""
-        groups = self._groups[:done]
-        known = slice(0, groups[-1].pieces.stop if groups else 0)
-        before = self._found[known].clone()
-        try:
-            for _ in self._take(groups, back=back):
-                pass
-            same = torch.equal(before, self._found[known])
-        except WeightDeltaError as error:
-            raise Dirty(f"{because}; and putting the weights back failed: {error}") from error
-        if not same:
-            raise Dirty(f"{because}; and the same blocks gave other masks when taken back")
+    def _take(self, i: int, group: Group, slot: torch.Tensor, *, back: bool) -> None:
+        """Take one mask in, whatever is there; the marks tell."""
+        at, marks = group.columns(slot), group.marks(slot)
+        self._memory.kernels.xor_pieces(
+            group.job.target, **at.places, marks=marks, store=True, back=back
+        )
+        self._wrong += (marks != at.expected).sum()
+        self._found[i] = marks.sum()
+
+    def _settle(self, _: int, group: Group, slot: torch.Tensor, *, back: bool) -> None:
+        """Take in those pieces that are known to need it; count those that are neither."""
+        kernels, mask, at = self._memory.kernels, group.job.target, group.columns(slot)
+        old, new = torch.empty_like(at.expected), group.marks(slot)
+        kernels.xor_pieces(mask, **at.places, marks=old, store=False, back=False)
+        kernels.xor_pieces(mask, **at.places, marks=new, store=False, back=True)
+        is_old, is_new = old == at.expected, new == at.expected
+        # Both hold where the mask is zero, and it does not matter then.
+        due = is_new & ~is_old if back else is_old & ~is_new
+        self._wrong += (~(is_old | is_new)).sum()
+        places = {**at.places, "sizes": at.sizes * due}
+        kernels.xor_pieces(mask, **places, marks=old, store=True, back=False)
+
+    def _each(
+        self,
+        work: Callable[[int, Group, torch.Tensor], None],
+        *,
+        lane: Lane,
+        whole_tables: bool = False,
+    ) -> None:
+        """Copy and decode group after group; ``work`` runs in ``lane`` beside the next decode.
+
+        It is given the group's number, the group, and the slot that its tables are in. Nothing
+        here waits for the device.
+        """
+        decoding, decoded, worked = self._memory.lanes.decoding, list[Mark](), list[Mark]()
+        # After what an interrupted pass may have left running in the same slots.
+        self._memory.lanes.line_up(lane)
+        for i, group in enumerate(self._groups):
+            before = (decoded[i - SLOTS], worked[i - SLOTS]) if i >= SLOTS else ()
+            self._send(i, group, before, group.table_bytes if whole_tables else group.short)
+            if before:
+                decoding.after(worked[i - SLOTS])
+            self._running.append(self._decoder.start(group.job))
+            decoded.append(decoding.mark())
+            lane.after(decoded[i])
+            with lane:
+                work(i, group, self._memory.tables[i % SLOTS])
+            worked.append(lane.mark())
+
+    def _send(self, i: int, group: Group, before: Sequence[Mark], table: int) -> None:
+        """Blocks and tables to their slots, once what was there is no longer needed."""
+        memory, link = self._memory, self._memory.lanes.link
+        for mark in before[:1]:
+            link.after(mark)
+        if self._decoder.refusal:  # an engine reads host memory itself
+            with link:
+                part = self._host[group.raw]
+                memory.raws[i % SLOTS][: len(part)].copy_(part, non_blocking=True)
+        for mark in before[1:]:
+            link.after(mark)
+        with link:
+            part = self._tables[group.table : group.table + table]
+            memory.tables[i % SLOTS][: len(part)].copy_(part, non_blocking=True)
+        memory.lanes.decoding.after(link.mark())
+
+    def _end(self, lane: Lane) -> None:
+        """Wait for a pass; its lane comes last."""
+        lane.wait()
+        self._running.clear()
 
 
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    made: Callable[[torch.device], torch.cuda.Stream] = torch.cuda.Stream
-    return made(device)
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(os.cpu_count() or 1, _THREADS))
 
 
-def _kernels() -> Any:
-    """The Triton kernels.
-
-    Raises:
-        ConfigError: Triton is not installed.
-    """
-    try:
-        return importlib.import_module("weightdelta.kernels.triton_masks")
-    except ImportError as error:
-        raise ConfigError(
-            f"raw blocks on a GPU need Triton ({error}); install it (the extra `gpu`), or let the "
-            "CPU decode"
-        ) from error
+def _own(frames: Sequence[MaskFrame], slot_bytes: int, device: torch.device) -> BlockMemory:
+    """Slots of no more than all masks, and of one frame at least."""
+    sizes = [whole(f.blocks.size) for f in frames]
+    slot = max([min(sum(sizes), slot_bytes), *sizes])
+    pieces = max([slot // PIECE_MEAN, *(len(pieces_of(f).begin) for f in frames)])
+    return BlockMemory(device, slot_bytes=slot, pieces=pieces)

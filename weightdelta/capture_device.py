@@ -65,10 +65,12 @@ class DeviceCapture:
         self._baseline = baseline
         self._device = device
         self._ops = device_ops(device)
-        self._limit = config.window_bytes
+        # A baseline in device memory needs no slots: windows may take their room.
+        held = config.baseline == "device"
+        self._limit = config.window_bytes * (1 + config.slots if held else 1)
         self._lanes = self._down, self._work, self._up = Lane(device), Lane(device), Lane(device)
         self._slots: list[torch.Tensor] = []
-        self._count = config.slots if config.baseline == "host" else 0
+        self._count = 0 if held else config.slots
         self._new = torch.empty(0, dtype=torch.uint8, device=device)
         self._landing = [HostBuffer(device) for _ in range(2)]
         self._windows: list[Window] = []

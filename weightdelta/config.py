@@ -113,7 +113,8 @@ class DeviceConfig(Section):
         default=128 * MIB,
         ge=64 * 1024,
         le=1 << 30,
-        description="Raw bytes that a capture compares at once; one frame at least [B]",
+        description="Raw bytes that a capture compares at once, and with a baseline in device "
+        "memory as much again for each slot; one frame at least [B]",
     )
     slots: int = Field(
         default=2, ge=2, le=16, description="Windows of old bytes on their way to the device"
@@ -128,6 +129,12 @@ class DeviceConfig(Section):
         ge=64 * 1024,
         description="Device memory for staged changes; what exceeds it is streamed in the pause "
         "[B]",
+    )
+    blocks: Literal["lists", "raw"] = Field(
+        default="lists",
+        description="How a receiver keeps frames of snappy+zstd and lz4+zstd for the pause: as "
+        "lists of changes, decoded on the CPU (faster without a decompression engine), or as raw "
+        "blocks in pinned memory that nvCOMP decodes in the pause",
     )
 
 

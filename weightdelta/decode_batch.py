@@ -1,7 +1,8 @@
 """Fetched frames to planes, many at a time, on all threads."""
 
+from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -11,11 +12,12 @@ from weightdelta.chunk_table import ChunkTable, part
 from weightdelta.codecs.batch import decode_frames
 from weightdelta.codecs.names import DEFAULT
 from weightdelta.codecs.registry import decode_frame
+from weightdelta.delta import Item
 from weightdelta.fetch import Fetched
 from weightdelta.kernels.planes import Chunks, Planes
 
 #: Frames, encoded bytes and bytes of values that one task takes on at most, or one frame.
-_FRAMES: Final = 64
+_FRAMES: Final = 192
 _ENCODED: Final = 4 << 20
 _VALUES: Final = 16 << 20
 
@@ -45,45 +47,49 @@ class Decoded:
 
 
 def decode_all(fetched: Fetched, table: ChunkTable, *, pool: Executor) -> Iterator[Decoded]:
-    """Planes of the fetched frames, in order.
+    """Planes of the fetched frames, in order; work on them begins as they arrive.
 
     Raises:
         DamagedObject: A frame cannot be what the index names.
+        StoreUnavailable, StoreTimeout: One did not arrive.
     """
+    running: deque[Future[list[Decoded]]] = deque()
+    try:
+        for group in _groups(fetched, table):
+            running.append(pool.submit(_decode, fetched, table, group))
+            while running and running[0].done():
+                yield from running.popleft().result()
+        while running:
+            yield from running.popleft().result()
+    finally:
+        for job in running:
+            job.cancel()
 
-    def one(group: Sequence[tuple[int, memoryview]]) -> list[Decoded]:
-        return _decode(fetched, table, group)
 
-    for found in pool.map(one, _groups(fetched, table)):
-        yield from found
-
-
-def _groups(fetched: Fetched, table: ChunkTable) -> list[list[tuple[int, memoryview]]]:
+def _groups(fetched: Fetched, table: ChunkTable) -> Iterator[list[Item]]:
     """Frames that lie in one piece of memory and have one width, a task's worth each."""
     changed, width = fetched.delta.index.changed.tolist(), table.width.tolist()
-    groups: list[list[tuple[int, memoryview]]] = []
+    group: list[Item] = []
     encoded = values = 0
     for frame, data in fetched.frames:
         encoded += len(data)
         values += changed[frame] * width[frame]
-        last = groups[-1] if groups else []
-        if (
-            not last
-            or last[0][1].obj is not data.obj
-            or width[last[0][0]] != width[frame]
-            or len(last) == _FRAMES
+        if group and (
+            group[0][1].obj is not data.obj
+            or width[group[0][0]] != width[frame]
+            or len(group) == _FRAMES
             or encoded > _ENCODED
             or values > _VALUES
         ):
-            groups.append([])
+            yield group
+            group = []
             encoded, values = len(data), changed[frame] * width[frame]
-        groups[-1].append((frame, data))
-    return groups
+        group.append((frame, data))
+    if group:
+        yield group
 
 
-def _decode(
-    fetched: Fetched, table: ChunkTable, group: Sequence[tuple[int, memoryview]]
-) -> list[Decoded]:
+def _decode(fetched: Fetched, table: ChunkTable, group: Sequence[Item]) -> list[Decoded]:
     frames = tuple(frame for frame, _ in group)
     index = fetched.delta.index
     if len(frames) > 1 and all(index.codec_of(frame) == DEFAULT for frame in frames):

@@ -5,7 +5,7 @@ the index and the plan, the plan names the layout, the index names every frame.
 """
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +19,7 @@ from weightdelta.config import Config
 from weightdelta.digest import U64
 from weightdelta.errors import DamagedObject, UnsupportedFormat
 from weightdelta.frame import Frame, FramePlan, Segment, chunks_of
-from weightdelta.index import Index
+from weightdelta.index import HASH_BYTES, Index
 from weightdelta.kernels import ops
 from weightdelta.kernels.planes import Chunks, Elements, Planes
 from weightdelta.layout import MOST_BYTES, Layout
@@ -32,6 +32,9 @@ from weightdelta.record import (
     table_name,
 )
 from weightdelta.store import Store
+
+#: A frame's number and its encoded bytes.
+Item = tuple[int, memoryview]
 
 #: Frames at most this far apart in an object are fetched by one request.
 GAP = 64 * 1024
@@ -186,17 +189,19 @@ class DeltaReader:
             )
         return Delta(entry, layout, plan, index)
 
-    def frames(
-        self, delta: Delta, frames: Sequence[int], *, pool: Executor | None = None
-    ) -> Iterator[tuple[int, memoryview]]:
+    def frames(self, delta: Delta, frames: Sequence[int]) -> Iterator[Item]:
         """Encoded bytes of the changed ones among ``frames``, each checked by its hash."""
-        wanted = spans(delta, frames)
+        for span in spans(delta, frames):
+            yield from self._read(delta, span)
 
-        def one(span: Span) -> list[tuple[int, memoryview]]:
-            return list(self._verified(delta, span, self._span(span)))
+    def arriving(
+        self, delta: Delta, frames: Sequence[int], *, pool: Executor
+    ) -> "list[Future[list[Item]]]":
+        """What ``frames`` gives, all of it on its way: a future for each request, in order."""
+        return [pool.submit(self._read, delta, span) for span in spans(delta, frames)]
 
-        for found in pool.map(one, wanted) if pool else map(one, wanted):
-            yield from found
+    def _read(self, delta: Delta, span: Span) -> list[Item]:
+        return list(self._verified(delta, span, self._span(span)))
 
     def _span(self, span: Span) -> bytes:
         data = self.store.read(
@@ -209,15 +214,18 @@ class DeltaReader:
             )
         return data
 
-    def _verified(self, delta: Delta, span: Span, data: bytes) -> Iterator[tuple[int, memoryview]]:
-        view = memoryview(data)
-        for frame in span.frames:
-            low = delta.index.offset(frame) - span.start
-            part = view[low : low + delta.index.length(frame)]
-            found = blake3(part).digest(length=16)
-            if found != delta.index.hash_of(frame):
+    def _verified(self, delta: Delta, span: Span, data: bytes) -> Iterator[Item]:
+        index, view, at = delta.index, memoryview(data), np.array(span.frames)
+        low = index.offsets[at] - span.start
+        bounds = zip(low.tolist(), (low + index.lengths[at]).tolist(), strict=True)
+        hashes = index.hashes[at].tobytes()
+        for i, (frame, (begin, end)) in enumerate(zip(span.frames, bounds, strict=True)):
+            part = view[begin:end]
+            found = blake3(part).digest(length=HASH_BYTES)
+            expected = hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]
+            if found != expected:
                 raise DamagedObject(
-                    f"{delta.where(frame)}: expected BLAKE3 {delta.index.hash_of(frame).hex()}, "
+                    f"{delta.where(frame)}: expected BLAKE3 {expected.hex()}, "
                     f"found {found.hex()}; the object is damaged"
                 )
             yield frame, part

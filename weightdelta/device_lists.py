@@ -66,14 +66,15 @@ class Part:
         self.streamed = True
 
 
-class DeviceStaged:
-    """All staged changes of one device, ready for the pause."""
+class StagedLists:
+    """All changes of one device that wait as lists, ready for the pause."""
 
     def __init__(self, site: Site, parts: Sequence[Part], *, careful: bool = False) -> None:
         """``careful`` compares streamed lists, too: some memory is stored to twice."""
         self._site = site
         self._parts = list(parts)
-        self._tried = False
+        #: Whether the new values are in the weights; None: perhaps some.
+        self._held: bool | None = False
         self._careful = careful
         device = site.device
         self._sums = torch.zeros(0, dtype=torch.int64, device=device)
@@ -140,7 +141,7 @@ class DeviceStaged:
         Raises:
             DeviceLost: A launch failed; the weights belong to no version.
         """
-        again, self._tried = self._tried, True
+        again, self._held = self._held is not back, None
         with on_device(self._site.device, doing="apply"):
             self._site.pause.after_caller()
             self._store(back=back, compare=again or self._careful)
@@ -158,7 +159,7 @@ class DeviceStaged:
         with on_device(self._site.device, doing="apply"):
             self._site.pause.wait()
         if not bool(self._answer.any()):
-            self._tried = False
+            self._held = not back
             return
         self.put_back(back=back)
         raise StateMismatch(
@@ -170,6 +171,7 @@ class DeviceStaged:
 
     def put_back(self, *, back: bool) -> None:
         """Undo a ``begin(back=back)``, finished or not, wherever the values it stored are."""
+        self._held = None
         with on_device(self._site.device, doing="apply"):
             self._store(back=not back, compare=True)
             self._site.pause.wait()

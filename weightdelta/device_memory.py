@@ -7,6 +7,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Final, Self
 
 import numpy as np
@@ -82,6 +83,11 @@ class Lane:
         if self._stream:
             self._inside.pop().__exit__(None, None, None)
 
+    @property
+    def stream(self) -> torch.cuda.Stream | None:
+        """The CUDA stream, if any, for libraries that are given one."""
+        return self._stream
+
     def mark(self, *, timed: bool = False) -> Mark:
         """The point that the work handed in so far leads to."""
         return Mark(self._stream, timed=timed)
@@ -100,6 +106,46 @@ class Lane:
         """Block this thread until all of the lane's work is done."""
         if self._stream:
             self._stream.synchronize()
+
+
+@dataclass(frozen=True, slots=True)
+class Lanes:
+    """What works on a device for a receiver.
+
+    Attributes:
+        low: Preparations, beside a model that serves.
+        pause: What happens while it stands still.
+        link: Copies to the device.
+        decoding: Decoders of raw blocks; nothing else runs in a pause, so low will do.
+    """
+
+    low: Lane
+    pause: Lane
+    link: Lane
+    decoding: Lane
+
+    @classmethod
+    def of(cls, device: torch.device) -> Self:
+        """New ones."""
+        low, decoding = Lane(device, low=True), Lane(device, low=True)
+        return cls(low, Lane(device), Lane(device), decoding)
+
+    @property
+    def all(self) -> tuple[Lane, ...]:
+        """All of them."""
+        return self.low, self.pause, self.link, self.decoding
+
+    def line_up(self, lane: Lane) -> None:
+        """Let ``lane`` go on after all work that was handed in, and the feeding ones after it."""
+        for other in self.all:
+            lane.after(other.mark())
+        for feeding in (self.link, self.decoding):
+            feeding.after(lane.mark())
+
+    def wait(self) -> None:
+        """Block this thread until all of their work is done."""
+        for lane in self.all:
+            lane.wait()
 
 
 @contextmanager

@@ -2,55 +2,102 @@
 
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from weightdelta.delta import Delta, DeltaReader
+from weightdelta.delta import Delta, DeltaReader, Item
 from weightdelta.layout import Layout
 from weightdelta.versions import Hop
 
 
-@dataclass(slots=True)
+class Frames:
+    """Verified frames in order, each handed out once it is there; for any number of readers.
+
+    Every reader meets the error that a request ended with, and the requests after it are dropped.
+
+    Attributes:
+        ended: When the last of the requests so far ended, by ``time.monotonic``.
+    """
+
+    def __init__(self, coming: "Sequence[Future[list[Item]]]") -> None:
+        self._coming = coming
+        self.ended = time.monotonic()
+        for job in coming:
+            job.add_done_callback(self._note)
+
+    def __iter__(self) -> Iterator[Item]:
+        for job in self._coming:
+            try:
+                found = job.result()
+            except BaseException:
+                for other in self._coming:
+                    other.cancel()
+                raise
+            yield from found
+
+    def _note(self, _: object) -> None:
+        self.ended = time.monotonic()
+
+
+@dataclass(frozen=True, slots=True)
 class Fetched:
     """One hop's delta and the encoded bytes of its wanted, changed frames.
 
     Attributes:
-        frames: ``(frame id, bytes)``, every one checked against the index.
-        seconds: Time spent on it.
+        frames: ``(frame id, bytes)``, every one checked against the index; reading it waits for
+            what has not arrived.
+        began: When it was asked for, by ``time.monotonic``.
     """
 
     hop: Hop
     delta: Delta
-    frames: list[tuple[int, memoryview]] = field(default_factory=list)
-    seconds: float = 0.0
+    frames: Iterable[Item]
+    began: float
 
     @property
     def nbytes(self) -> int:
         """Encoded bytes fetched."""
         return sum(len(data) for _, data in self.frames)
 
+    @property
+    def seconds(self) -> float:
+        """Time from asking for it to the last frame that is there."""
+        return self.frames.ended - self.began if isinstance(self.frames, Frames) else 0.0
+
     def holding(self, tensors: Iterable[int]) -> "Fetched":
         """The same with only the frames that hold a part of one of ``tensors``."""
         held = set(self.delta.plan.holding(np.array(list(tensors), np.int64)))
-        return replace(self, frames=[item for item in self.frames if item[0] in held])
+        # Nobody waits for the store who wants none of it.
+        return replace(self, frames=_Held(self.frames, held) if held else ())
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """Some of the frames."""
+
+    frames: Iterable[Item]
+    held: set[int]
+
+    def __iter__(self) -> Iterator[Item]:
+        return (item for item in self.frames if item[0] in self.held)
 
 
 def fetch(
     reader: DeltaReader, hop: Hop, *, layout: Layout, tensors: Sequence[int], pool: Executor
 ) -> Fetched:
-    """Read one hop's index, then only the frames that hold one of ``tensors``.
+    """Read one hop's index; then only the frames that hold one of ``tensors`` are on their way.
 
     Raises:
-        DamagedObject, MissingObject: Something is not what the log promises.
-        StoreUnavailable, StoreTimeout: The store did not answer.
+        DamagedObject, MissingObject: Something is not what the log promises; also from reading
+            the frames.
+        StoreUnavailable, StoreTimeout: The store did not answer; likewise.
     """
-    started = time.monotonic()
+    began = time.monotonic()
     delta = reader.delta(hop.entry, layout=layout)
     wanted = delta.plan.holding(np.asarray(tensors, np.int64))
-    frames = list(reader.frames(delta, wanted, pool=pool))
-    return Fetched(hop, delta, frames, time.monotonic() - started)
+    return Fetched(hop, delta, Frames(reader.arriving(delta, wanted, pool=pool)), began)
 
 
 def fetch_path(
@@ -62,7 +109,7 @@ def fetch_path(
     pool: Executor,
     ahead: Executor,
 ) -> Iterator[Fetched]:
-    """Fetch a path hop by hop, the next one while the caller works on the last."""
+    """Fetch a path hop by hop; the next one is asked for before the caller gets this one."""
 
     def one(hop: Hop) -> Fetched:
         return fetch(reader, hop, layout=layout, tensors=tensors, pool=pool)

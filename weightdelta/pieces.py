@@ -28,6 +28,7 @@ class MaskFrame:
         first: int64 [chunks], canonical index of the segment's element 0.
         tensor: int32 [chunks], the tensor's row in the caller's digest table.
         where: What messages call the frame.
+        changed: Elements that differ, for reports.
     """
 
     blocks: Blocks
@@ -37,6 +38,7 @@ class MaskFrame:
     first: I64
     tensor: I32
     where: str
+    changed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,17 +91,20 @@ def pieces_of(frame: MaskFrame) -> Pieces:
     )
 
 
-def grouped(frames: Sequence[MaskFrame], slot_bytes: int) -> list[list[MaskFrame]]:
-    """Consecutive frames of one width, as many as a slot holds."""
+def grouped(
+    frames: Sequence[MaskFrame], slot_bytes: int, *, pieces: Sequence[int] = (), most: int = 0
+) -> list[list[MaskFrame]]:
+    """Consecutive frames of one width, as many as a slot holds, and at most ``most`` pieces."""
     groups: list[list[MaskFrame]] = []
-    room = 0
-    for frame in frames:
+    room = left = 0
+    for frame, count in zip(frames, pieces or [0] * len(frames), strict=True):
         need = whole(frame.blocks.size)
-        if not groups or groups[-1][0].width != frame.width or need > room:
+        new = not groups or groups[-1][0].width != frame.width
+        if new or need > room or count > left:
             groups.append([])
-            room = max(slot_bytes, need)
+            room, left = max(slot_bytes, need), max(most, count)
         groups[-1].append(frame)
-        room -= need
+        room, left = room - need, left - count
     return groups
 
 

@@ -166,11 +166,13 @@ class Receiver:
         Raises:
             LayoutMismatch: The model's tensors are not the run's.
             StateMismatch: They are none; the message names tensors that differ from base.
+            ConfigError: ``device.blocks`` is ``raw`` and nothing here decodes raw blocks.
         """
         with self._turn, self._lock:
             self._refuse_closed()
             self._forget()
             self._phase = "DIRTY"
+            self._release_sites()
             self._sites = []
             self._residents = self._place()
             self._sites = sites_of(self._residents, layout=self._layout, config=self._config.device)
@@ -222,7 +224,7 @@ class Receiver:
         with self._turn, self._pause() as started, self._lock:
             self._refuse_closed()
             if self._phase == "APPLYING" and self._moving:
-                # Stored values are absolute, so the whole move is simply done again.
+                # Lists are absolute, and masks know what they have changed: do all of it again.
                 return self._move(self._moving[0], back=self._moving[1], started=started)
             self._refuse_unclean()
             if self._preparation is None or not self._preparation.done():
@@ -271,8 +273,7 @@ class Receiver:
         with self._turn, self._lock:
             if self._phase != "APPLYING":
                 self._forget()
-                for site in self._sites:
-                    site.release()
+                self._release_sites()
             if not self._closed:  # its threads keep work arrays as large as what was staged
                 self._pool.shutdown()
                 self._pool = self._workers()
@@ -282,6 +283,7 @@ class Receiver:
         with self._turn, self._lock:
             self._closed = True
             self._forget()
+            self._release_sites()
         for pool in (self._background, self._fetchers, self._pool):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -342,6 +344,8 @@ class Receiver:
             prepare_s=prepare_s,
             device_bytes=staged.device_bytes,
             pinned_bytes=staged.pinned_bytes,
+            raw_frames=staged.raw_frames,
+            decoder=staged.decoder,
         )
         return _Step(self._version, end, staged, self._table, table, stats)
 
@@ -386,7 +390,7 @@ class Receiver:
         self._phase, self._moving = "APPLYING", (step, back)
         try:
             step.staged.store(pool=self._pool, workers=self._config.threads, back=back)
-        except (StateMismatch, DeviceLost):
+        except (StateMismatch, DeviceLost, Dirty):
             self._phase = "DIRTY"
             self._forget()
             raise
@@ -469,6 +473,10 @@ class Receiver:
             raise Dirty("the weights are in no known version; reload a checkpoint and attach()")
         if self._phase == "APPLYING":
             raise Dirty("an apply was interrupted; call apply() again to finish it")
+
+    def _release_sites(self) -> None:
+        for site in self._sites:
+            site.release()
 
     def _forget(self) -> None:
         self._drop_preparation()

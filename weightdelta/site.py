@@ -7,10 +7,13 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from weightdelta.block_memory import SLOT_FACTOR, BlockMemory
 from weightdelta.chunk_table import ChunkTable, part
 from weightdelta.config import DeviceConfig
-from weightdelta.device_memory import HostBuffer, Lane, on_device
+from weightdelta.device_memory import HostBuffer, Lanes, on_device
+from weightdelta.errors import ConfigError
 from weightdelta.kernels.device import DeviceChunks, Placed, device_ops
+from weightdelta.kernels.planes import BLOCK_BYTES
 from weightdelta.layout import Layout
 from weightdelta.placement import Resident
 from weightdelta.sharding.explicit import I64
@@ -19,6 +22,8 @@ Ints = np.ndarray[Any, np.dtype[np.signedinteger[Any]]]
 
 #: Tables kept: of the run's plan, of a plan before it, and of whole tensors.
 _TABLES: Final = 3
+#: Share of the staging memory that slots of raw blocks may take.
+_BLOCKS: Final = 0.75
 #: Slots that streamed lists pass through.
 SLOTS: Final = 2
 
@@ -73,10 +78,13 @@ class Site:
     """The residents of one device, and what preparations there share.
 
     Attributes:
-        low: Lane of preparations, beside a model that serves.
-        pause: Lane of what happens while it stands still, and ``link`` of copies in a pause.
+        lanes: What works here; ``low``, ``pause`` and ``link`` are three of them.
         landing: Pinned memory that planes pass through.
         slots: Device memory that streamed lists pass through in a pause.
+        blocks: What raw blocks pass through; None where everything waits as lists.
+
+    Raises:
+        ConfigError: Raw blocks are asked for, and nothing here decodes them.
     """
 
     def __init__(
@@ -92,10 +100,14 @@ class Site:
         self.layout = layout
         self.config = config
         self.ops = device_ops(device)
-        self.low, self.pause, self.link = Lane(device, low=True), Lane(device), Lane(device)
+        self.lanes = Lanes.of(device)
+        self.low, self.pause, self.link = self.lanes.low, self.lanes.pause, self.lanes.link
         self.landing = [HostBuffer(device) for _ in range(2)]
         self.slots: list[torch.Tensor] = []
         self._tables: dict[object, SiteTable] = {}
+        self.blocks: BlockMemory | None = None
+        if config.blocks == "raw":
+            self.blocks = self._block_memory()
         # Whole tensors in this order keep equal widths together.
         self.order = sorted(self.residents, key=lambda t: (layout.tensors[t].width, t))
 
@@ -126,6 +138,8 @@ class Site:
     def release(self) -> None:
         """Give back what preparations share; the next one takes it anew."""
         self.slots = []
+        if self.blocks:
+            self.blocks.release()
         self.landing = [HostBuffer(self.device) for _ in range(2)]
         self._tables.clear()
 
@@ -133,6 +147,21 @@ class Site:
     def slot_bytes(self) -> int:
         """Device memory of the slots."""
         return sum(len(slot) for slot in self.slots)
+
+    def _block_memory(self) -> BlockMemory:
+        try:
+            return BlockMemory(self.device, slot_bytes=self._block_slot(), lanes=self.lanes)
+        except ConfigError as error:
+            raise ConfigError(
+                f"device.blocks is 'raw', and nothing decodes them on {self.device}: {error}; "
+                "or set device.blocks to 'lists'"
+            ) from error
+
+    def _block_slot(self) -> int:
+        """Mask bytes in a slot: fixed, so that an update and the way back share them."""
+        allowed = int(self.config.staging_bytes * _BLOCKS / SLOT_FACTOR) // BLOCK_BYTES
+        wanted = -(-sum(r.source.nbytes for r in self.residents.values()) // BLOCK_BYTES)
+        return min(allowed, wanted) * BLOCK_BYTES
 
     def _place(self, host: ChunkTable) -> Placed:
         count = len(self.layout.tensors)

@@ -2,12 +2,14 @@
 
 Frames lose their outer stage on the CPU; their planes go down through pinned memory, and the
 device works out what they would make of the resident weights, at low priority, storing nothing.
-A path of several deltas is folded into one on the CPU first.
+A path of several deltas is folded into one on the CPU first. Where the settings ask for it, frames
+of a single delta that can wait as raw blocks do (``stage_blocks``).
 """
 
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
@@ -15,14 +17,16 @@ import torch
 
 from weightdelta.chunk_table import ChunkTable
 from weightdelta.decode_batch import Decoded, decode_all
-from weightdelta.device_lists import DeviceStaged, Part
+from weightdelta.device_lists import Part, StagedLists
 from weightdelta.device_memory import Mark, on_device, padded
+from weightdelta.device_staged import DeviceStaged
 from weightdelta.digest import MASK, U64
 from weightdelta.errors import DeviceMemory, StateMismatch
 from weightdelta.fetch import Fetched
 from weightdelta.fold import Folds, as_planes
 from weightdelta.kernels.device import INTS, ChunkLists, DevicePlanes
 from weightdelta.site import PlacedWindow, Site, SiteTable
+from weightdelta.stage_blocks import BlockStager
 
 #: Planes that go down at once at most, unless those of a single frame are more [B].
 BATCH_BYTES: Final = 64 << 20
@@ -48,13 +52,16 @@ class DeviceStager:
         self._pool = pool
         self._single = hops == 1
         self._older = older
-        self._budget = site.config.staging_bytes
-        self._batch = max(min(BATCH_BYTES, self._budget // 8), 1 << 16)
+        self._allow()
         self._expected: dict[int, int] = dict.fromkeys(site.residents, 0)
         self._parts: list[Part] = []
         self._marks: list[Mark | None] = [None, None]
         self._batches = 0
         self.stage_s = 0.0
+        self._blocks = BlockStager(site, pool=pool) if site.blocks and self._single else None
+        with on_device(site.device, doing="prepare"):
+            # What an interruption left running may still use memory that was given back.
+            site.lanes.line_up(site.low)
         self._folds = Folds(site.residents, pool=pool)
 
     def add(self, fetched: Fetched) -> None:
@@ -71,6 +78,8 @@ class DeviceStager:
             self._expected[tensor] += change if fetched.hop.forward else -change
         plan, layout = fetched.delta.plan, self._site.layout
         host = self._site.host_table(plan.digest) or ChunkTable.of_plan(plan, layout=layout)
+        if self._blocks:
+            fetched = self._stage_blocks(self._blocks, fetched, host)
         decoded = decode_all(fetched, host, pool=self._pool)
         if not self._single:
             self._folds.add(fetched, decoded, host)
@@ -79,6 +88,21 @@ class DeviceStager:
         table = self._site.table(plan.digest, host)
         xor = fetched.delta.entry.values == "xor"
         self._stage_all(table, decoded, xor=xor, negate=not fetched.hop.forward)
+
+    def _stage_blocks(self, blocks: BlockStager, fetched: Fetched, host: ChunkTable) -> Fetched:
+        """Stage raw blocks first; lists have the budget that is left. Returns their frames."""
+        fetched = replace(fetched, frames=list(fetched.frames))  # wait for all of them
+        started = time.monotonic()
+        left = blocks.take(fetched, host)
+        self.stage_s += time.monotonic() - started
+        self._allow()
+        return left
+
+    def _allow(self) -> None:
+        """Set the budget of lists: what the slots of raw blocks leave."""
+        slots = self._site.blocks.nbytes if self._site.blocks else 0
+        self._budget = max(self._site.config.staging_bytes - slots, 0)
+        self._batch = max(min(BATCH_BYTES, self._budget // 8), 1 << 16)
 
     def finish(self) -> DeviceStaged:
         """Everything staged, once its digests have been checked.
@@ -94,14 +118,16 @@ class DeviceStager:
             self._check(self._sums())
         self._folds.refuse_untied()
         with on_device(self._site.device, doing="prepare"):
-            staged = DeviceStaged(self._site, self._parts, careful=self._folds.tied)
-        staged.rehearse()
+            lists = StagedLists(self._site, self._parts, careful=self._folds.tied)
+        lists.rehearse()
         self.stage_s += time.monotonic() - started
-        return staged
+        return DeviceStaged(self._site, lists, self._blocks.staged if self._blocks else ())
 
     def _sums(self) -> U64:
         """Digest change of each tensor, from those of all chunks."""
         table = np.zeros(len(self._site.layout.tensors), np.uint64)
+        if self._blocks:
+            table += self._blocks.sums()
         if self._parts:
             with self._site.low:
                 changes = torch.cat([part.change for part in self._parts]).cpu()
@@ -213,11 +239,8 @@ class DeviceStager:
         sizes = [sum(a.nbytes for a in column) for column in columns]
         starts = np.cumsum([0, *(padded(size) for size in sizes)]).tolist()
         host = self._site.landing[turn].get(starts[-1])
-        raw = host.numpy()
-        for start, column in zip(starts, columns, strict=False):
-            for array in column:
-                raw[start : start + array.nbytes] = array.view(np.uint8)
-                start += array.nbytes
+        for start, size, column in zip(starts, sizes, columns, strict=False):
+            _laid(column, out=host[start : start + size])
         with self._site.low:
             # Counts stay with the lists that will be made; the rest goes once they are.
             memory = [
@@ -252,7 +275,7 @@ class DeviceStager:
     def _wanted(self) -> int:
         """Device memory in use, with slots for streamed parts and a batch on its way [B]."""
         kept = sum(part.nbytes for part in self._parts if not part.streamed)
-        held = self._older.device_bytes if self._older else 0
+        held = self._older.list_bytes if self._older else 0
         return kept + held + max(self._site.slot_bytes, 4 * self._batch) + self._batch
 
     def _spill(self) -> bool:
@@ -265,6 +288,21 @@ class DeviceStager:
             for part in kept:
                 part.spill(self._site.low)
         return bool(kept)
+
+
+def _laid(arrays: Sequence[np.ndarray[Any, Any]], *, out: torch.Tensor) -> None:
+    """Arrays one behind the other.
+
+    numpy takes the interpreter's lock back after each of them, which waits for threads that
+    decode; torch does after all. It warns of arrays that cannot be written to.
+    """
+    octets = [a.view(np.uint8) for a in arrays if a.nbytes]
+    if not octets:
+        return
+    if all(a.flags.writeable for a in octets):
+        torch.cat([torch.from_numpy(a) for a in octets], out=out)
+    else:
+        np.concatenate(octets, out=out.numpy())
 
 
 def _counts(

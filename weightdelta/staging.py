@@ -10,8 +10,8 @@ import torch
 from weightdelta.apply import rehearse, store_values
 from weightdelta.config import DeviceConfig
 from weightdelta.decode import Staged, Stager
-from weightdelta.device_lists import DeviceStaged
-from weightdelta.errors import StateMismatch
+from weightdelta.device_staged import DeviceStaged
+from weightdelta.errors import ConfigError, StateMismatch
 from weightdelta.fetch import Fetched
 from weightdelta.layout import Layout
 from weightdelta.placement import Resident
@@ -20,11 +20,20 @@ from weightdelta.stage_device import DeviceStager
 
 
 def sites_of(residents: Sequence[Resident], *, layout: Layout, config: DeviceConfig) -> list[Site]:
-    """The devices that patch some of ``residents`` themselves."""
+    """The devices that patch some of ``residents`` themselves.
+
+    Raises:
+        ConfigError: Raw blocks are asked for, and there is no device, or none that decodes them.
+    """
     groups: dict[torch.device, list[Resident]] = {}
     for resident in residents:
         if resident.on_device:
             groups.setdefault(resident.source.device, []).append(resident)
+    if config.blocks == "raw" and not groups:
+        raise ConfigError(
+            "device.blocks is 'raw', but no weights of this model are patched by device kernels "
+            "(none lie on a GPU, or device.use is 'never'); set device.blocks to 'lists'"
+        )
     return [Site(g, device=d, layout=layout, config=config) for d, g in groups.items()]
 
 
@@ -52,6 +61,16 @@ class Staging:
         """Pinned host memory that staged values take."""
         return sum(part.pinned_bytes for part in self.devices)
 
+    @property
+    def raw_frames(self) -> int:
+        """Frames that wait as raw blocks."""
+        return sum(part.raw_frames for part in self.devices)
+
+    @property
+    def decoder(self) -> str:
+        """What decodes raw blocks in the pause; "" where none wait."""
+        return "; ".join(sorted(set().union(*(part.decoders for part in self.devices))))
+
     def clear(self) -> None:
         """Give all memory back."""
         self.host = []
@@ -65,6 +84,7 @@ class Staging:
         Raises:
             StateMismatch: Some place held neither; what had been stored was put back.
             DeviceLost: A device failed; the weights belong to no version.
+            Dirty: What had been stored could not be put back.
         """
         begun: list[DeviceStaged] = []
         with _undone(begun, back=back):

@@ -92,8 +92,11 @@ class PrepareStats(Stats):
     Attributes:
         decode_s: Time for decoding, and for the dry run of what lies in host memory.
         stage_s: Time for handing planes to devices and waiting for their dry run.
-        device_bytes: Device memory that staged values wait in.
+        device_bytes: Device memory that staged values wait in, and slots for raw blocks.
         pinned_bytes: Pinned host memory that staged values wait in, to be streamed in the pause.
+        raw_frames: Frames that wait as raw blocks (``device.blocks``); all others wait as lists.
+        decoder: What decodes raw blocks in the pause: a decompression engine, multiprocessors, or
+            the CPU, and why not an engine; empty where none wait.
     """
 
     from_version: int
@@ -107,6 +110,8 @@ class PrepareStats(Stats):
     stage_s: float = 0.0
     device_bytes: int = 0
     pinned_bytes: int = 0
+    raw_frames: int = 0
+    decoder: str = ""
 
 
 Verdict = Literal["verified", "partial"]

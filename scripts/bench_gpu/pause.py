@@ -1,5 +1,6 @@
 """Rows of the receiver's kernels at the size of a rank: dry run, pause, full digest, dense XOR."""
 
+import itertools
 import time
 from typing import Any
 
@@ -129,8 +130,21 @@ def scatter_rows(
                 f"<= {limit * 1e3:.1f} ms", seconds <= limit, details,
             )
         )  # fmt: skip
+    found.append(_graph_row(f"{name}: pause, as a CUDA graph", lambda: pause(False), bound))
     assert wrong.item() == 0
     return found
+
+
+def _graph_row(name: str, pause: Any, bound: float) -> Row:
+    """There and back, captured once and replayed: what launching it takes beside."""
+    graphs = []
+    for _ in range(2):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            pause()
+    turn = itertools.cycle(graphs)
+    seconds = synchronized(lambda: next(turn).replay(), repeats=10)
+    return Row("pause", name, seconds, 0, bound / seconds, "the sector bound")
 
 
 def rows(*, nbytes: int, ceiling: float) -> list[Row]:

@@ -8,7 +8,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from bench_gpu.rows import Row
 from bench_gpu.trainer import model
 from weightdelta.base import Base
 from weightdelta.chunk_table import ChunkTable
+from weightdelta.codecs.names import DEFAULT, IDS, Codec, Values
 from weightdelta.codecs.registry import encode_frame
 from weightdelta.config import Config
 from weightdelta.frame import FramePlan
@@ -43,9 +44,19 @@ VERSIONS = 5
 class Run:
     """A run of one rank whose versions are made from random changes, without a trainer."""
 
-    def __init__(self, weights: dict[str, torch.Tensor], folder: Path) -> None:
-        self.weights = weights
-        self.config = Config.of({"store": {"fsync": False}, "frame_bytes": 16 << 20})
+    def __init__(
+        self, weights: dict[str, torch.Tensor], folder: Path, *, codec: Codec, frame: int
+    ) -> None:
+        self.weights, self.codec, self.frame = weights, codec, frame
+        self.values: Values = "diff" if codec == DEFAULT else "xor"
+        self.config = Config.of(
+            {
+                "store": {"fsync": False},
+                "frame_bytes": frame,
+                "codec": codec,
+                "values": self.values,
+            }
+        )
         self.store = Store.of(str(folder / "run"), config=self.config)
         self.layout = Layout.of(
             TensorSpec(name, "BF16", tuple(tensor.shape)) for name, tensor in weights.items()
@@ -54,7 +65,7 @@ class Run:
             LocalShard(t.name, t.dtype, t.extent, Box.whole(t.extent)) for t in self.layout.tensors
         ]
         owners = assign(collect([whole], layout=self.layout), layout=self.layout, world_size=1)
-        self.plan = FramePlan.build(owners, layout=self.layout, max_bytes=16 << 20)
+        self.plan = FramePlan.build(owners, layout=self.layout, max_bytes=frame)
         self.table = ChunkTable.of_plan(self.plan, layout=self.layout)
         residents = place(weights, layout=self.layout)
         self.site = Site(
@@ -76,7 +87,7 @@ class Run:
         del planes
         cuts = self.table.bounds
         ends = np.concatenate([[0], np.cumsum(host.counts, dtype=np.int64)])[cuts]
-        codec = "sparse+zstd"
+        number = IDS[self.codec]
 
         def one(i: int) -> tuple[bytes, Any]:
             part = slice(int(ends[i]), int(ends[i + 1]))
@@ -85,7 +96,7 @@ class Run:
                 host.values[part],
             )  # fmt: skip
             return encode_frame(
-                mine, codec=codec, chunks=self.table.frame(i), width=2, values="diff"
+                mine, codec=self.codec, chunks=self.table.frame(i), width=2, values=self.values
             )
 
         with ThreadPoolExecutor(16) as pool:
@@ -97,7 +108,7 @@ class Run:
         hashes = b"".join(blake3(data).digest(length=16) for data, _ in encoded)
         receipt = Receipt(
             write_id=write_id, rank=0, parent=self.writer.newest, steps=1, mark=None,
-            codecs=np.zeros(len(encoded), np.uint8),
+            codecs=np.full(len(encoded), number, np.uint8),
             sizes=np.array([sizes for _, sizes in encoded], np.uint32),
             hashes=np.frombuffer(hashes, np.uint8).reshape(-1, 16),
             digest_change=np.add.reduceat(change, cuts[:-1]),
@@ -113,7 +124,7 @@ class Run:
         """Digest change of each chunk, uint64, if the planes were added to the weights."""
         table = self.site.table("bench", self.table)
         found = self.site.ops.stage(
-            planes, chunks=table.chunks, placed=table.placed, width=2, xor=False
+            planes, chunks=table.chunks, placed=table.placed, width=2, xor=self.values == "xor"
         )[1]
         return found.cpu().numpy().view(np.uint64)
 
@@ -166,28 +177,64 @@ def _follow(run: Run, settings: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def rows(*, nbytes: int) -> list[Row]:
-    """A rank of ``nbytes``: staged in device memory, then streamed in the pause."""
-    folder = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").exists() else None))  # noqa: S108
-    found = []
-    try:
-        began = time.perf_counter()
-        run = Run(model(nbytes), folder)
-        raw = run.layout.nbytes
-        payload = run.publish(1)
-        run.site.release()
+STAGED: Final = {"staging_bytes": 2 << 30}
+#: Codec and MiB of frames; then what is said of how a receiver takes them, its settings, and the
+#: goals of a 111 GB rank's pause and preparation in seconds.
+Mode = tuple[str, dict[str, Any], float | None, float | None]
+MODES: Final[tuple[tuple[Codec, int, tuple[Mode, ...]], ...]] = (
+    (
+        "sparse+zstd",
+        16,
+        (
+            ("staged", STAGED, 8e-3, 0.15),
+            ("streamed", {"staging_bytes": 192 << 20}, 10e-3, 0.15),
+        ),
+    ),
+    ("sparse+zstd", 64, (("staged", STAGED, 8e-3, 0.15),)),
+    (
+        "lz4+zstd",
+        16,
+        (("as lists", STAGED, 8e-3, None), ("raw", {**STAGED, "blocks": "raw"}, None, None)),
+    ),
+    (
+        "snappy+zstd",
+        16,
+        (("as lists", STAGED, 8e-3, None), ("raw", {**STAGED, "blocks": "raw"}, None, None)),
+    ),
+)
+
+
+def _rows_of(run: Run, modes: tuple[Mode, ...], payload: int) -> list[Row]:
+    raw, found = run.layout.nbytes, []
+    for mode, settings, pause, prepare in modes:
+        details = {**_follow(run, settings), "payload": payload, "frame": run.frame}
+        print(run.codec, mode, details, flush=True)
         torch.cuda.empty_cache()
-        print(f"receiver: made in {time.perf_counter() - began:.1f} s, {payload} bytes", flush=True)
-        scale = raw / 111e9
-        for mode, budget, goal in (("staged", 2 << 30, 8e-3), ("streamed", 192 << 20, 10e-3)):
-            details = _follow(run, {"staging_bytes": budget})
-            print(mode, details, flush=True)
-            name = f"{raw / 1e9:.0f} GB rank, 0.085 % of bytes, {mode}"
-            for what, limit in (("pause", goal), ("prepare", 0.15)):
-                took, most = details[what], limit * scale
-                text = f"<= {most * 1e3:.1f} ms"
-                row = Row("receiver", f"{name}: {what}", took, raw, goal=text, met=took <= most)
-                found.append(replace(row, details=details))
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        label = f"{run.codec}, {mode}, frames of {run.frame >> 20} MiB"
+        for what, goal in (("pause", pause), ("prepare", prepare)):
+            took, most = details[what], goal and goal * raw / 111e9
+            text = f"<= {most * 1e3:.1f} ms" if most else ""
+            met = took <= most if most else None
+            name = f"{raw / 1e9:.0f} GB rank, 0.085 % of bytes, {label}: {what}"
+            row = Row("receiver", name, took, raw, goal=text, met=met)
+            found.append(replace(row, details=details))
+    return found
+
+
+def rows(*, nbytes: int) -> list[Row]:
+    """A rank of ``nbytes``, with each codec: staged in device memory, streamed, as raw blocks."""
+    found, weights = [], model(nbytes)
+    for codec, mebibytes, modes in MODES:
+        folder = Path(tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").exists() else None))  # noqa: S108
+        try:
+            began = time.perf_counter()
+            run = Run(weights, folder, codec=codec, frame=mebibytes << 20)
+            payload = run.publish(1)
+            run.site.release()
+            torch.cuda.empty_cache()
+            took = time.perf_counter() - began
+            print(f"receiver: {codec} made in {took:.1f} s, {payload} bytes", flush=True)
+            found += _rows_of(run, modes, payload)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
     return found

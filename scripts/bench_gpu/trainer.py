@@ -130,7 +130,7 @@ def rows(*, nbytes: int, threads: int = 16) -> list[Row]:
         cpu = {name: tensor.cpu() for name, tensor in weights.items()}
         save_file(cpu, str(folder / "base" / "model.safetensors"))
         del cpu
-        for frame in (16, 64):
+        for frame in (64, 16):
             for baseline in ("host", "device"):
                 for name, tensor in weights.items():
                     tensor.copy_(original[name])

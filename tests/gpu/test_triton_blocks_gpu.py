@@ -4,7 +4,16 @@ import itertools
 
 import numpy as np
 import pytest
-from block_laws import INNERS, marks_tell, sparse, takes_in_and_back, weighs, writes_blocks
+from block_laws import (
+    INNERS,
+    agrees_with_the_oracle,
+    leaves_pieces_of_no_size_alone,
+    marks_tell,
+    sparse,
+    takes_in_and_back,
+    weighs,
+    writes_blocks,
+)
 from chunking import WIDTHS
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -77,3 +86,13 @@ def test_marks_tell_another_mask_or_another_weight() -> None:
 @pytest.mark.parametrize("width", WIDTHS)
 def test_digest_change_is_that_of_the_reference(width: int) -> None:
     weighs(width, device="cuda")
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize(("width", "share"), [(1, 0.02), (2, 0.4), (4, 1), (8, 0.1)])
+def test_marks_are_those_of_plain_torch(width: int, share: float, shift: int) -> None:
+    agrees_with_the_oracle(width, share, shift=shift, device="cuda")
+
+
+def test_a_piece_of_no_size_is_left_alone() -> None:
+    leaves_pieces_of_no_size_alone(device="cuda")

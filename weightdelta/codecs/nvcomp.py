@@ -11,27 +11,22 @@ decodes with what a dry run did.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from weightdelta.codecs import stock
 from weightdelta.codecs.blocks import Blocks, block_lengths
-from weightdelta.codecs.engine_memory import EngineBuffer
+from weightdelta.codecs.decoding import I64, Source
+from weightdelta.codecs.decoding import Job as Job
 from weightdelta.codecs.slots import damaged
 from weightdelta.codecs.stock import Inner
 from weightdelta.codecs.transcode import ALIGN
 from weightdelta.errors import ConfigError, DeviceLost
 from weightdelta.kernels.cpu_walk import unsound
 from weightdelta.kernels.planes import BLOCK_BYTES
-
-I64 = npt.NDArray[np.int64]
-#: Memory that nvCOMP can wrap.
-Source = torch.Tensor | EngineBuffer
 
 #: nvCOMP's names of the bitstreams.
 _NAMES: Final = {"snappy": "Snappy", "lz4": "LZ4"}
@@ -136,29 +131,6 @@ def _decode(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """Blocks at fixed places in device memory, ready to be decoded to fixed places.
-
-    Attributes:
-        source: uint8, where they lie: device memory, or what an engine reads.
-        target: uint8, where they go.
-        offsets, sizes: int64, of each block in ``source``.
-        targets, lengths: int64, of what each gives in ``target``.
-        where: What is being read, for messages.
-        arguments: nvCOMP's own form of it.
-    """
-
-    source: Source
-    target: torch.Tensor
-    offsets: I64
-    sizes: I64
-    targets: I64
-    lengths: I64
-    where: str
-    arguments: tuple[Any, Any, Any]
-
-
 class BlockCodec:
     """One bitstream on one device and stream; for one thread at a time.
 
@@ -166,6 +138,7 @@ class BlockCodec:
         inner: "snappy" or "lz4".
         device: A CUDA device.
         stream: Where it works; the current stream by default.
+        refusal: Why not to use a decompression engine; found out by default.
 
     Raises:
         ConfigError: nvCOMP is missing, or finds no GPU.
@@ -175,11 +148,16 @@ class BlockCodec:
     """
 
     def __init__(
-        self, inner: Inner, *, device: torch.device | str, stream: torch.cuda.Stream | None = None
+        self,
+        inner: Inner,
+        *,
+        device: torch.device | str,
+        stream: torch.cuda.Stream | None = None,
+        refusal: str | None = None,
     ) -> None:
         self.inner, self.device = inner, torch.device(device)
         check(self.device)
-        self.refusal = hardware_refusal(inner, self.device)
+        self.refusal = hardware_refusal(inner, self.device) if refusal is None else refusal
         self._stream = stream or torch.cuda.current_stream(self.device)
         self._codec = _new(
             inner,

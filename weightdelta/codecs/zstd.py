@@ -155,6 +155,10 @@ def _join(
 ) -> None:
     """Segments of several buffers in one, buffer by buffer."""
     ends = np.cumsum(sizes)
+    if found[len(found) - 1].offset == ends[-1] - sizes[-1] > 0:  # all lie in one buffer
+        head: Any = found[0]
+        out[:] = as_strided(np.frombuffer(head, np.uint8), out.shape)
+        return
     offsets = np.fromiter((found[i].offset for i in range(len(found))), np.int64, len(found))
     # A segment starts a buffer unless it lies right behind the one before.
     heads = np.flatnonzero(np.concatenate([[True], offsets[1:] != offsets[:-1] + sizes[:-1]]))

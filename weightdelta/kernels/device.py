@@ -225,7 +225,63 @@ class DeviceOps(Protocol):
         ...
 
 
-#: Environment variable that overrides the choice of :func:`device_ops`.
+class MaskOps(Protocol):
+    """What a module that takes XOR masks into weights offers.
+
+    A mask lies in device memory and is cut into *pieces*, each of which belongs to one contiguous
+    stretch of one tensor. Each piece leaves a *mark*: a 64-bit sum over the places it changes of
+    place, mask and the weight without the mask; it is the same whether the mask is taken in,
+    taken back or only looked at. Calls are asynchronous on the current stream.
+    """
+
+    def xor_pieces(
+        self,
+        mask: torch.Tensor,
+        *,
+        begins: torch.Tensor,
+        addresses: torch.Tensor,
+        sizes: torch.Tensor,
+        marks: torch.Tensor,
+        store: bool,
+        back: bool = False,
+    ) -> None:
+        """XOR a mask into weights, piece by piece.
+
+        Args:
+            mask: uint8, at a multiple of 16 bytes.
+            begins: int64 [pieces], first byte of each piece in ``mask``.
+            addresses: int64 [pieces], where it goes in device memory [B].
+            sizes: int32 [pieces], bytes; a piece of size 0 is left alone.
+            marks: int64 [pieces], filled with each piece's mark.
+            store: Whether to store; else only the marks are made.
+            back: The mask has been taken in already: take it back.
+        """
+        ...
+
+    def weigh_pieces(
+        self,
+        mask: torch.Tensor,
+        *,
+        begins: torch.Tensor,
+        addresses: torch.Tensor,
+        sizes: torch.Tensor,
+        keys: torch.Tensor,
+        width: int,
+    ) -> torch.Tensor:
+        """What the XOR would change of the state digest: int64 [pieces]; nothing is stored.
+
+        Args:
+            mask: As for :meth:`xor_pieces`, and so on.
+            begins: As there.
+            addresses: As there.
+            sizes: As there.
+            keys: int64 bit patterns [pieces], the digest's index term of each first element.
+            width: Bytes of an element.
+        """
+        ...
+
+
+#: Environment variable that overrides the choice of :func:`device_ops` and :func:`mask_ops`.
 VARIABLE: Final = "WEIGHTDELTA_DEVICE_KERNELS"
 
 _MODULES: Final[Sequence[str]] = ("torch_ops", "triton_ops")
@@ -241,6 +297,19 @@ def load_device(name: str) -> DeviceOps:
     if name not in _MODULES:
         raise ValueError(f"unknown device kernels {name!r}; expected one of {', '.join(_MODULES)}")
     return cast(DeviceOps, importlib.import_module(f"weightdelta.kernels.{name}"))
+
+
+def mask_ops(device: torch.device | str) -> MaskOps:
+    """The mask kernels for ``device``, chosen as :func:`device_ops` does.
+
+    Raises:
+        ImportError: Triton is not installed; plain torch would be too slow for a pause on a GPU.
+    """
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    fast = torch.device(device).type == "cuda" or interpreted
+    wanted = os.environ.get(VARIABLE) or ("triton_ops" if fast else "torch_ops")
+    name = {"torch_ops": "torch_masks", "triton_ops": "triton_masks"}[wanted]
+    return cast(MaskOps, importlib.import_module(f"weightdelta.kernels.{name}"))
 
 
 def device_ops(device: torch.device | str) -> DeviceOps:

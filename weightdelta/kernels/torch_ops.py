@@ -17,7 +17,7 @@ from weightdelta.kernels.planes import GAP_FACTOR
 _BITS: Final = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
-def _signed(value: int) -> int:
+def signed(value: int) -> int:
     """A 64-bit pattern as the int64 that torch takes."""
     value &= MASK
     return value - (1 << 64) if value >> 63 else value
@@ -29,8 +29,8 @@ def _right(x: torch.Tensor, by: int) -> torch.Tensor:
 
 
 def _mix64(x: torch.Tensor) -> torch.Tensor:
-    x = (x ^ _right(x, 30)) * _signed(M1)
-    x = (x ^ _right(x, 27)) * _signed(M2)
+    x = (x ^ _right(x, 30)) * signed(M1)
+    x = (x ^ _right(x, 27)) * signed(M2)
     return x ^ _right(x, 31)
 
 
@@ -40,12 +40,13 @@ def _wide(bits: torch.Tensor) -> torch.Tensor:
     return bits.to(torch.int64) & ((1 << (8 * width)) - 1) if width < 8 else bits
 
 
-def _h(term: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    return _mix64((term * _signed(C1)) ^ (_wide(bits) * _signed(C2)))
+def h(term: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """Hash of elements at index terms, both int64 and bit patterns (see ``digest``)."""
+    return _mix64((term * signed(C1)) ^ (_wide(bits) * signed(C2)))
 
 
 def _change(term: torch.Tensor, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    return (_h(term, new) - _h(term, old)).sum()
+    return (h(term, new) - h(term, old)).sum()
 
 
 def _ascending(position: torch.Tensor, chunks: DeviceChunks, c: int) -> torch.Tensor:
@@ -57,7 +58,7 @@ def _ascending(position: torch.Tensor, chunks: DeviceChunks, c: int) -> torch.Te
 
 
 def _term(position: torch.Tensor, chunks: DeviceChunks, c: int) -> torch.Tensor:
-    return _ascending(position, chunks, c) + _signed(int(chunks.host.key[c]))
+    return _ascending(position, chunks, c) + signed(int(chunks.host.key[c]))
 
 
 def _packed(where: torch.Tensor, n: int) -> torch.Tensor:
@@ -162,7 +163,8 @@ class _Memory:
         return self._interface
 
 
-def _seen(address: int, count: int, *, width: int, device: torch.device) -> torch.Tensor:
+def seen(address: int, count: int, *, width: int, device: torch.device) -> torch.Tensor:
+    """``count`` elements of ``width`` bytes at an address, which the caller keeps alive."""
     memory = _Memory(address, count, width=width)
     if device.type == "cpu":
         return torch.from_numpy(np.asarray(memory))
@@ -188,7 +190,7 @@ def _resident(
         return where.new_zeros(1, dtype=INTS[width]), place, held
     count = int(place.max()) + 1
     address = int(placed.address[c])
-    return _seen(address, count, width=width, device=index.device), place, held
+    return seen(address, count, width=width, device=index.device), place, held
 
 
 def stage(
@@ -209,7 +211,7 @@ def stage(
         old = torch.where(held, memory[place], 0) if len(where) else values
         new = _moved(old, values, xor=xor, negate=negate)
         term = _term(where, chunks, c)
-        change[c] = torch.where(held, _h(term, new) - _h(term, old), 0).sum()
+        change[c] = torch.where(held, h(term, new) - h(term, old), 0).sum()
         positions.append(where)
         olds.append(old)
         news.append(new)
@@ -258,8 +260,8 @@ def scatter(
 def digest(values: torch.Tensor, *, key: int, skip: int, run: int, stride: int) -> torch.Tensor:
     """See ``DeviceOps.digest``."""
     q = torch.arange(skip, skip + len(values), device=values.device)
-    term = (q // run) * stride + q % run + _signed(key)
-    return _h(term, values).sum().reshape(1)
+    term = (q // run) * stride + q % run + signed(key)
+    return h(term, values).sum().reshape(1)
 
 
 def dense_xor(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> None:

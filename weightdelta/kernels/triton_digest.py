@@ -91,15 +91,24 @@ def h_change(term: tensor, old: tensor, new: tensor, width: tl.constexpr) -> ten
 
 
 @triton.jit
-def canonical(p: tensor, limit: tensor, skip: tensor, run: tensor, stride: tensor) -> tensor:
-    """``(q // run) * stride + q % run`` for ``q = skip + p``, int64.
+def row_of(skip: tensor, run: tensor, stride: tensor) -> tuple[tensor, tensor]:
+    """Column at which a stretch begins in its row, and the canonical index of the row's first.
+
+    It takes a division of 64 bits: a loop over one stretch has it outside.
+    """
+    row = skip // run
+    return skip - row * run, row * stride
+
+
+@triton.jit
+def in_row(
+    p: tensor, limit: tensor, column: tensor, base: tensor, run: tensor, stride: tensor
+) -> tensor:
+    """Canonical indices of a stretch's elements ``p``, int64, from what ``row_of`` gives.
 
     ``p`` is an int32 block below ``limit`` <= 65536. Divides by 32-bit numbers, and only where
     the stretch crosses the end of a row: a longer row than the stretch is crossed at most once.
     """
-    row = skip // run
-    column = skip - row * run
-    base = row * stride
     t = column + p.to(tl.int64)
     index = base + t
     if column + limit > run:
@@ -107,6 +116,13 @@ def canonical(p: tensor, limit: tensor, skip: tensor, run: tensor, stride: tenso
         few = (t.to(tl.uint32) // short).to(tl.int64)
         index += tl.where(run > _SPAN, (t >= run).to(tl.int64), few) * (stride - run)
     return index
+
+
+@triton.jit
+def canonical(p: tensor, limit: tensor, skip: tensor, run: tensor, stride: tensor) -> tensor:
+    """``(q // run) * stride + q % run`` for ``q = skip + p``; see ``in_row``."""
+    column, base = row_of(skip, run, stride)
+    return in_row(p, limit, column, base, run, stride)
 
 
 @triton.jit

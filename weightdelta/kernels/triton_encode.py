@@ -3,11 +3,11 @@
 The work is cut into *units*, a few to a chunk. One warp reads a unit's old and new bytes as
 aligned 64-bit *lanes*, tile after tile:
 
-1. ``scan`` XORs a tile and leaves it at once when nothing differs. Lanes that differ go, in
-   order, to a small buffer of the program's own, which stays in cache; when it fills up they are
-   taken apart into elements, whose positions, old and new values go to the unit's row of scratch.
+1. ``scan`` XORs a tile and leaves it at once when nothing differs. Otherwise it ranks the changed
+   elements within the warp and stores each once, as a record of position, old and new value, to
+   the unit's row of scratch.
 2. ``forms`` and one prefix sum over the chunks say where everything belongs.
-3. ``_pack`` turns rows of scratch into gaps, values and digest changes. Its cost follows what
+3. ``_pack`` turns records into gaps, values and digest changes. Its cost follows what
    changed. ``bitmaps`` reads chunks in that form once more.
 4. Chunks that had more changes in some unit than its row has room for *spill*: ``direct`` reads
    their bytes once more and needs no scratch at any density.
@@ -24,14 +24,14 @@ import triton.language as tl
 from triton.language import tensor
 
 from weightdelta.kernels.device import DeviceChunks, DevicePlanes
-from weightdelta.kernels.triton_digest import h_change, on, programs, stable, terms
+from weightdelta.kernels.triton_digest import h_change, in_row, on, row_of, stable
 from weightdelta.kernels.triton_direct import bitmaps, direct
-from weightdelta.kernels.triton_scan import Units, scan
+from weightdelta.kernels.triton_scan import Units, record_at, scan
 from weightdelta.kernels.triton_units import GAPS, SPILLS, VALUES, Totals, begin_of, forms
 
-#: Changes that a program of ``_pack`` takes at a time, and its warps, when chunks have few changes
-#: and when they have more.
-_PACK: Final = ((128, 1), (512, 4))
+#: Changes that a program of ``_pack`` takes at a time, its warps, and programs a chunk, when chunks
+#: have few changes and when they have more.
+_PACK: Final = ((128, 1, 1), (256, 2, 4))
 
 
 @triton.jit
@@ -50,43 +50,42 @@ def _entry(j: tensor, tally: tensor, capacity: tensor, per_chunk: tl.constexpr) 
 
 @stable("chunks", "capacity")
 def _pack(
-    tally: tensor, position: tensor, pairs: tensor, counts: tensor, sizes: tensor,
-    ends: tensor,
+    tally: tensor, records: tensor, pairs: tensor, counts: tensor, sizes: tensor, ends: tensor,
     length: tensor, key: tensor, skip: tensor, run: tensor, stride: tensor, chunks: tensor,
     capacity: tensor,
     gaps: tensor, values: tensor, change: tensor,
     width: tl.constexpr, xor: tl.constexpr, digest: tl.constexpr, per_chunk: tl.constexpr,
-    block: tl.constexpr,
+    block: tl.constexpr, parts: tl.constexpr,
 ) -> None:  # fmt: skip
-    for piece in range(tl.program_id(0), chunks, tl.num_programs(0)):
-        c = tl.cast(piece, tl.int32)
-        k = tl.load(counts + c)
-        sums = tl.zeros((block,), tl.int64)
-        if (k > 0) & (tl.load(sizes + SPILLS * chunks + c) == 0):
-            in_gaps = tl.load(sizes + GAPS * chunks + c) > 0
-            gap = gaps + begin_of(ends, sizes, c, chunks, GAPS)
-            value = values + begin_of(ends, sizes, c, chunks, VALUES)
-            n = tl.load(length + c)
-            row = c.to(tl.int64) * per_chunk * capacity
-            for i in range(0, k, block):
-                j = i + tl.arange(0, block)
-                inside = j < k
-                at = row + _entry(j, tally + c * per_chunk, capacity, per_chunk)
-                p = tl.load(position + at, mask=inside, other=0).to(tl.int32) & 0xFFFF
-                behind = row + _entry(j - 1, tally + c * per_chunk, capacity, per_chunk)
-                q = tl.load(position + behind, mask=inside & (j > 0), other=0)
-                q = tl.where(j > 0, q.to(tl.int32) & 0xFFFF, -1)
-                old = tl.load(pairs + 2 * at, mask=inside, other=0)
-                new = tl.load(pairs + 2 * at + 1, mask=inside, other=0)
-                tl.store(gap + j, (p - q - 1).to(tl.int16), mask=inside & in_gaps)
-                tl.store(value + j, (new ^ old) if xor else (new - old), mask=inside)
-                if digest:
-                    term = terms(
-                        p, n, tl.load(key + c), tl.load(skip + c), tl.load(run + c),
-                        tl.load(stride + c),
-                    )  # fmt: skip
-                    sums += tl.where(inside, h_change(term, old, new, width), 0)
+    c = tl.program_id(0) // parts
+    k = tl.load(counts + c)
+    sums = tl.zeros((block,), tl.int64)
+    if (k > 0) & (tl.load(sizes + SPILLS * chunks + c) == 0):
+        in_gaps = tl.load(sizes + GAPS * chunks + c) > 0
+        gap = gaps + begin_of(ends, sizes, c, chunks, GAPS)
+        value = values + begin_of(ends, sizes, c, chunks, VALUES)
+        n = tl.load(length + c)
+        row = c.to(tl.int64) * per_chunk * capacity
+        origin, row_run, row_stride = tl.load(key + c), tl.load(run + c), tl.load(stride + c)
+        column, base = row_of(tl.load(skip + c), row_run, row_stride)
+        for i in range(tl.program_id(0) % parts * block, k, parts * block):
+            j = i + tl.arange(0, block)
+            inside = j < k
+            at = row + _entry(j, tally + c * per_chunk, capacity, per_chunk)
+            p, old, new = record_at(records, pairs, at, inside, width)
+            behind = row + _entry(j - 1, tally + c * per_chunk, capacity, per_chunk)
+            q = tl.load(records + behind, mask=inside & (j > 0), other=0)
+            q = tl.where(j > 0, q.to(tl.int32) & 0xFFFF, -1)
+            tl.store(gap + j, (p - q - 1).to(tl.int16), mask=inside & in_gaps)
+            tl.store(value + j, (new ^ old) if xor else (new - old), mask=inside)
+            if digest:
+                term = origin + in_row(p, n, column, base, row_run, row_stride)
+                found = h_change(term.to(tl.uint64, bitcast=True), old, new, width)
+                sums += tl.where(inside, found, 0)
+    if parts == 1:
         tl.store(change + c, tl.sum(sums, 0))
+    else:
+        tl.atomic_add(change + c, tl.sum(sums, 0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +109,7 @@ class Encoding:
         """Wait for the sizes, then pack; without ``digest`` the digest changes are zeros."""
         gaps, bits, values, spills = self.totals.wait()
         device = self.old.device
-        change = torch.empty(len(self.chunks), dtype=torch.int64, device=device)
+        change = torch.zeros(len(self.chunks), dtype=torch.int64, device=device)
         planes = DevicePlanes(
             self.counts,
             torch.empty(gaps, dtype=torch.int16, device=device),
@@ -136,13 +135,13 @@ class Encoding:
 
     def _pack(self, planes: DevicePlanes, change: torch.Tensor, *, xor: bool, digest: bool) -> None:
         units, chunks = self.units, self.chunks
-        block, warps = _PACK[len(planes.values) > 2 * _PACK[0][0] * len(chunks)]
-        _pack[programs(change, len(chunks), each=64)](
-            units.tally, units.position, units.pairs, self.counts, self.sizes, self.ends,
+        block, warps, parts = _PACK[len(planes.values) > 2 * _PACK[0][0] * len(chunks)]
+        _pack[(len(chunks) * parts,)](
+            units.tally, units.records, units.pairs, self.counts, self.sizes, self.ends,
             chunks.length, chunks.key, chunks.skip, chunks.run, chunks.stride,
             len(chunks), units.capacity, planes.gaps, planes.values, change,
             width=units.width, xor=xor, digest=digest, per_chunk=units.per_chunk, block=block,
-            num_warps=warps,
+            parts=parts, num_warps=warps,
         )  # fmt: skip
 
 

@@ -17,6 +17,9 @@ from weightdelta.kernels.triton_digest import KINDS, h_change
 
 _A: Final = tl.constexpr(0x9E3779B97F4A7C15 - (1 << 64))
 _B: Final = tl.constexpr(0xD6E8FEB86659FD93 - (1 << 64))
+#: Tables whose parts begin at odd places: they are read entry by entry, so nothing is gained by a
+#: kernel for each alignment, and the pause must not wait for one.
+_TABLES: Final = ("begins", "addresses", "sizes", "marks", "keys", "sums")
 #: Lanes of a program.
 _LANES: Final = 1024
 
@@ -46,7 +49,7 @@ def _part(
     return _mark(place + lane.to(tl.int64), before.to(tl.int64), mask.to(tl.int64))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_TABLES[:4])
 def _xor_pieces(
     mask: tensor, begins: tensor, addresses: tensor, sizes: tensor, marks: tensor,
     store: tl.constexpr, back: tl.constexpr, lanes: tl.constexpr,
@@ -74,7 +77,7 @@ def _xor_pieces(
     tl.store(marks + piece, tl.sum(summed, 0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_TABLES)
 def _weigh_pieces(
     mask: tensor, begins: tensor, addresses: tensor, sizes: tensor, keys: tensor, sums: tensor,
     kind: tl.constexpr, width: tl.constexpr, lanes: tl.constexpr,
@@ -108,17 +111,7 @@ def xor_pieces(
     store: bool,
     back: bool = False,
 ) -> None:
-    """XOR a mask into weights, piece by piece; asynchronous on the current stream.
-
-    Args:
-        mask: uint8, at a multiple of 16 bytes.
-        begins: int64 [pieces], first byte of each piece in ``mask``.
-        addresses: int64 [pieces], where it goes in device memory [B].
-        sizes: int32 [pieces], bytes.
-        marks: int64 [pieces], filled with each piece's mark.
-        store: Whether to store; else only the marks are made.
-        back: The mask has been taken in already: take it back.
-    """
+    """See ``MaskOps.xor_pieces``."""
     if len(begins):
         _xor_pieces[(len(begins),)](
             mask, begins, addresses, sizes, marks, store=store, back=back, lanes=_LANES
@@ -134,16 +127,7 @@ def weigh_pieces(
     keys: torch.Tensor,
     width: int,
 ) -> torch.Tensor:
-    """What the XOR would change of the state digest: int64 [pieces]; nothing is stored.
-
-    Args:
-        mask: As for :func:`xor_pieces`, and so on.
-        begins: As there.
-        addresses: As there.
-        sizes: As there.
-        keys: int64 bit patterns [pieces], the digest's index term of each first element.
-        width: Bytes of an element.
-    """
+    """See ``MaskOps.weigh_pieces``."""
     sums = torch.zeros(len(begins), dtype=torch.int64, device=mask.device)
     if len(begins):
         kind: Any = KINDS[width]

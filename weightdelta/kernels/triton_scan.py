@@ -10,20 +10,16 @@ from triton.language import tensor
 
 from weightdelta.kernels.device import DeviceChunks
 from weightdelta.kernels.planes import CHUNK
-from weightdelta.kernels.triton_digest import KINDS, programs, stable
+from weightdelta.kernels.triton_digest import KINDS, stable
 from weightdelta.kernels.triton_units import lane_grid, unit_lanes
 
 #: Raw bytes of a unit of each window.
 _UNIT: Final = 32768
-#: Lanes that a warp compares at a time: eight for each of its threads.
-_TILE: Final = 256
-#: Lanes in a program's buffer from which on it is emptied; it has room for a tile more.
-_FLUSH: Final = 128
-#: Lanes that are taken apart at a time.
-_STEP: Final = 32
-#: Programs a processor: twice what Hopper keeps resident of this kernel, so that a processor that
-#: is done early takes another.
-_EACH: Final = 56
+#: Lanes that each of a warp's 32 threads compares at a time, by width: what was fastest on an H200.
+_COLUMNS: Final = {1: 4, 2: 8, 4: 4, 8: 4}
+#: What holds a changed element's position, old and new value, by width; wider elements keep a
+#: position and a pair of values.
+RECORDS: Final = {1: torch.int32, 2: torch.int64}
 #: Room for changed elements in a unit's row of scratch, as a fraction of its elements, ...
 _SHARE: Final = 2
 #: ... unless all rows together would take more bytes than this.
@@ -31,18 +27,30 @@ _SCRATCH: Final = 192 << 20
 
 
 @triton.jit
-def _both(pairs: tensor, index: tensor) -> tensor:
-    """Pointers to the two neighbours that make up each pair: one access of twice the width."""
-    return tl.expand_dims(pairs + 2 * index, -1) + tl.arange(0, 2)
-
-
-@triton.jit
-def _part(lanes: tensor, slot: tl.constexpr, width: tl.constexpr, lane: tl.constexpr) -> tensor:
-    """Element number ``slot`` of each lane."""
+def _part(lanes: tensor, slot: tensor, width: tl.constexpr, lane: tl.constexpr) -> tensor:
+    """Element number ``slot`` of each lane, zero-extended if a lane has several."""
     part = lanes
     if lane > width:
         part = (lanes >> (8 * width * slot)) & ((1 << (8 * width)) - 1)
     return part
+
+
+@triton.jit
+def _changes(x: tensor, width: tl.constexpr, lane: tl.constexpr) -> tensor:
+    """How many elements of each lane are not zero, int32."""
+    each = tl.zeros(x.shape, tl.int32)
+    for s in tl.static_range(lane // width):
+        each += (_part(x, s, width, lane) != 0).to(tl.int32)
+    return each
+
+
+@triton.jit
+def _first(x: tensor, width: tl.constexpr, lane: tl.constexpr) -> tensor:
+    """Which element of each lane is the first that is not zero."""
+    slot = tl.zeros(x.shape, tl.int32)
+    for s in tl.static_range(1, lane // width):
+        slot += ((x & ((1 << (8 * width * s)) - 1)) == 0).to(tl.int32)
+    return slot
 
 
 @triton.jit
@@ -59,110 +67,133 @@ def _within(x: tensor, j: tensor, lead: tensor, size: tensor, wide: tl.constexpr
 
 
 @triton.jit
-def _take_apart(
-    buffer_at: tensor, buffer: tensor, held: tensor, found: tensor, base: tensor,
-    position: tensor, pairs: tensor, capacity: tensor,
-    width: tl.constexpr, lane: tl.constexpr, step: tl.constexpr,
-) -> tensor:  # fmt: skip
-    """Elements of the ``held`` lanes in the buffer, to a row of scratch; returns how many.
-
-    ``base`` is the position of the unit's first lane in the chunk, in bytes (before the chunk
-    where there is a lead); ``found`` elements are in the row already.
-    """
-    for i in range(0, held, step):
-        e = i + tl.arange(0, step)
-        inside = e < held
-        j = tl.load(buffer_at + e, mask=inside, other=0).to(tl.int32) & 0xFFFF
-        old = tl.load(buffer + 2 * e, mask=inside, other=0)
-        new = tl.load(buffer + 2 * e + 1, mask=inside, other=0)
-        each = tl.zeros((step,), tl.int32)
-        for s in tl.static_range(lane // width):
-            each += (_part(old ^ new, s, width, lane) != 0).to(tl.int32)
-        rank = tl.cumsum(each, 0) - each + found
-        first = (base + j * lane) // width
-        for s in tl.static_range(lane // width):
-            hit = _part(old ^ new, s, width, lane) != 0
-            keep = hit & (rank < capacity)
-            tl.store(position + rank, (first + s).to(tl.int16), mask=keep)
-            pair = tl.join(_part(old, s, width, lane), _part(new, s, width, lane))
-            tl.store(_both(pairs, rank), pair, mask=keep[:, None])
-            rank += hit.to(tl.int32)
-        found += tl.sum(each, 0)
-    return found
+def _summed(words: tensor) -> tensor:
+    """Sum of int64 words whose halves do not overflow; a sum of 32 bits is one instruction."""
+    low = tl.sum(words.to(tl.int32), 0).to(tl.int64)
+    return low | (tl.sum((words >> 32).to(tl.int32), 0).to(tl.int64) << 32)
 
 
 @triton.jit
-def _rank(mark: tensor) -> tensor:
-    """How many marks [32, 8] (int32, 0 or 1) stand before each, column after column.
+def _rank(each: tensor, columns: tl.constexpr) -> tuple[tensor, tensor]:
+    """Sum of what stands before each of ``each`` [32, columns], column after column; and of all.
 
-    The eight columns are counted in the eight bytes of one word, so that one scan over 32 threads
-    serves them all; a product then sums the bytes of earlier columns (224 at most).
+    No entry is above 8, and there are eight columns at most: so a row fits in the bytes of one
+    word, whose scan over 32 threads serves all columns. What stands before a row in its column is
+    248 at most; carries of the row itself go when it is taken off. Sums of whole columns need 16
+    bits: even and odd columns have a word each.
     """
-    shift = 8 * tl.arange(0, 8)[None, :].to(tl.int64)
-    packed = tl.sum(mark.to(tl.int64) << shift, 1)
+    column = tl.arange(0, columns)[None, :]
+    shift = (8 * column).to(tl.int64)
+    packed = tl.sum(each.to(tl.int64) << shift, 1)
     before = tl.cumsum(packed, 0) - packed
-    # No byte of a sum over 32 threads overflows; sums of 32 bits take one instruction.
-    low = tl.sum(packed.to(tl.int32), 0).to(tl.int64)
-    high = tl.sum((packed >> 32).to(tl.int32), 0).to(tl.int64)
-    columns = (low | (high << 32)) * 0x0101010101010100
-    return (((before[:, None] >> shift) & 255) + ((columns >> shift) & 255)).to(tl.int32)
+    even = _summed(packed & 0x00FF00FF00FF00FF)
+    both = even + _summed((packed >> 8) & 0x00FF00FF00FF00FF)
+    earlier = both * 0x0001000100010000
+    pair = 16 * (column // 2).to(tl.int64)
+    start = (earlier >> pair) + tl.where(column % 2 > 0, even >> pair, 0)
+    rank = (before[:, None] >> shift) & 255
+    return (rank + (start & 0xFFFF)).to(tl.int32), ((earlier + both) >> 48).to(tl.int32) & 0xFFFF
 
 
-@stable("units", "misaligned", "capacity")
-def _scan(
-    old: tensor, new: tensor, start: tensor, length: tensor, units: tensor, misaligned: tensor,
-    buffer_at: tensor, buffer: tensor,
-    tally: tensor, position: tensor, pairs: tensor, capacity: tensor,
-    kind: tl.constexpr, width: tl.constexpr, lane: tl.constexpr, per_chunk: tl.constexpr,
-    unit: tl.constexpr, tile: tl.constexpr, flush: tl.constexpr, step: tl.constexpr,
+@triton.jit
+def put_record(
+    records: tensor, pairs: tensor, at: tensor, position: tensor, old: tensor, new: tensor,
+    mask: tensor, width: tl.constexpr,
 ) -> None:  # fmt: skip
-    own = tl.program_id(0).to(tl.int64) * (flush + tile)
-    buffer_at += own
-    buffer = tl.multiple_of(buffer, 16) + own * 2
-    pairs = tl.multiple_of(pairs, 16)
+    """Note a changed element as entry ``at``: one store where it fits in 64 bits."""
+    if width == 1:
+        word = position.to(tl.int32) | (old.to(tl.int32) & 255) << 16
+        tl.store(records + at, word | (new.to(tl.int32) & 255) << 24, mask=mask)
+    elif width == 2:
+        low = position | (old.to(tl.int32) & 65535) << 16
+        word = (low.to(tl.int64) & 0xFFFFFFFF) | (new.to(tl.int64) & 65535) << 32
+        tl.store(records + at, word, mask=mask)
+    else:
+        tl.store(records + at, position.to(tl.int16), mask=mask)
+        tl.store(pairs + 2 * at, old, mask=mask)
+        tl.store(pairs + 2 * at + 1, new, mask=mask)
+
+
+@triton.jit
+def record_at(
+    records: tensor, pairs: tensor, at: tensor, mask: tensor, width: tl.constexpr
+) -> tuple[tensor, tensor, tensor]:
+    """Position (int32), old and new value of entry ``at``, as ``put_record`` noted them."""
+    word = tl.load(records + at, mask=mask, other=0)
+    position = word.to(tl.int32) & 0xFFFF
+    if width == 1:
+        old, new = ((word >> 16) & 255).to(tl.uint8), ((word >> 24) & 255).to(tl.uint8)
+    elif width == 2:
+        old, new = (word >> 16).to(tl.int16), (word >> 32).to(tl.int16)
+    else:
+        old = tl.load(pairs + 2 * at, mask=mask, other=0)
+        new = tl.load(pairs + 2 * at + 1, mask=mask, other=0)
+    return position, old, new
+
+
+@triton.jit
+def _note(
+    records: tensor, pairs: tensor, rank: tensor, place: tensor, a: tensor, x: tensor,
+    each: tensor, width: tl.constexpr, lane: tl.constexpr,
+) -> None:  # fmt: skip
+    """Note the elements of ``a`` where ``x`` is not zero, those of lane i from ``rank[i]`` on.
+
+    One of each lane at a time: few lanes have a second. Unrolled over the elements of a lane it
+    would take so many registers that too few programs fit.
+    """
+    for _ in range(tl.max(tl.max(each, 1), 0)):
+        slot = _first(x, width, lane)
+        mine, before = _part(x, slot, width, lane), _part(a, slot, width, lane)
+        put_record(records, pairs, rank, place + slot, before, before ^ mine, mine != 0, width)
+        if lane > width:
+            x ^= mine << (8 * width * slot)
+        rank += 1
+
+
+@stable("misaligned", "capacity")
+def _scan(
+    old: tensor, new: tensor, start: tensor, length: tensor, misaligned: tensor,
+    tally: tensor, records: tensor, pairs: tensor, capacity: tensor,
+    kind: tl.constexpr, width: tl.constexpr, lane: tl.constexpr, per_chunk: tl.constexpr,
+    unit: tl.constexpr, columns: tl.constexpr,
+) -> None:  # fmt: skip
     old = (old - misaligned).to(tl.pointer_type(kind))
     new = (new - misaligned).to(tl.pointer_type(kind))
-    # In this order of dimensions Triton gives loads and stores one layout: a row is a thread.
-    lanes = tl.arange(0, 32)[:, None] + 32 * tl.arange(0, 8)[None, :]
-    for piece in range(tl.program_id(0), units, tl.num_programs(0)):
-        at = tl.cast(piece, tl.int32)
-        c = at // per_chunk
-        n = tl.load(length + c).to(tl.int32)
-        grid, lead = lane_grid(tl.load(start + c), misaligned, width, lane)
-        lead = lead.to(tl.int32)
-        first, last = unit_lanes(at - c * per_chunk, lead, n, width, lane, per_chunk, unit)
-        row = at.to(tl.int64) * capacity
-        found = 0
-        held = 0
-        for t in range(first, last, tile):
-            j = t + lanes
-            a = tl.load(old + grid + j, mask=j < last, other=0, eviction_policy="evict_first")
-            b = tl.load(new + grid + j, mask=j < last, other=0, eviction_policy="evict_first")
-            x = a ^ b
-            hit = tl.sum(tl.sum((x != 0).to(tl.int32), 1), 0)
-            if hit > 0:
-                if (t == 0) | (t + tile >= last):
-                    x = _within(x, j, lead, n * width, lane > width)
-                    hit = tl.sum(tl.sum((x != 0).to(tl.int32), 1), 0)
-                mark = (x != 0).to(tl.int32)
-                rank = _rank(mark) + held
-                tl.store(buffer_at + rank, (j - first).to(tl.int16), mask=mark > 0)
-                tl.store(_both(buffer, rank), tl.join(a, a ^ x), mask=(mark > 0)[:, :, None])
-                held += hit
-            if (held >= flush) | ((t + tile >= last) & (held > 0)):
-                tl.debug_barrier()
-                found = _take_apart(
-                    buffer_at, buffer, held, found, first * lane - lead,
-                    position + row, pairs + row * 2, capacity, width, lane, step,
-                )  # fmt: skip
-                tl.debug_barrier()
-                held = 0
-        tl.store(tally + at, found)
+    # In this order of dimensions Triton gives all of it one layout: a row is a thread.
+    lanes = tl.arange(0, 32)[:, None] + 32 * tl.arange(0, columns)[None, :]
+    at = tl.program_id(0)
+    c = at // per_chunk
+    n = tl.load(length + c).to(tl.int32)
+    grid, lead = lane_grid(tl.load(start + c), misaligned, width, lane)
+    lead = lead.to(tl.int32)
+    first, last = unit_lanes(at - c * per_chunk, lead, n, width, lane, per_chunk, unit)
+    row = at.to(tl.int64) * capacity
+    found = 0
+    for t in range(first, last, 32 * columns):
+        j = t + lanes
+        a = tl.load(old + grid + j, mask=j < last, other=0, eviction_policy="evict_first")
+        b = tl.load(new + grid + j, mask=j < last, other=0, eviction_policy="evict_first")
+        x = a ^ b
+        if tl.max((tl.reduce_or(x, 1) != 0).to(tl.int32), 0) > 0:
+            if (t == 0) | (t + 32 * columns >= last):
+                x = _within(x, j, lead, n * width, lane > width)
+            each = _changes(x, width, lane)
+            rank, total = _rank(each, columns)
+            if found + total <= capacity:  # else the chunk spills, and nobody reads the row
+                place = (j * lane - lead) // width
+                _note(records + row, pairs + 2 * row, rank + found, place, a, x, each, width, lane)
+            found += total
+    tl.store(tally + at, found)
 
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """Constants and scratch of one call."""
+    """Constants and scratch of one call.
+
+    Attributes:
+        tally: int32 [units], changed elements of each.
+        records, pairs: Rows of ``capacity`` entries a unit, as ``put_record`` fills them.
+    """
 
     width: int
     lane: int
@@ -170,7 +201,7 @@ class Units:
     misaligned: int
     capacity: int
     tally: torch.Tensor
-    position: torch.Tensor
+    records: torch.Tensor
     pairs: torch.Tensor
 
     @property
@@ -186,30 +217,26 @@ class Units:
         lane = 8 if shift == new.data_ptr() % 8 else width
         per_chunk = CHUNK * width // _UNIT
         units = chunks * per_chunk
-        most = _SCRATCH // max(1, units * (2 + 2 * width))
+        kind, pair = RECORDS.get(width, torch.int16), 0 if width in RECORDS else 2
+        most = _SCRATCH // max(1, units * (kind.itemsize + pair * width))
         capacity = max(16, min(_UNIT // width // _SHARE, most // 16 * 16))
 
         def room(kind: torch.dtype, count: int) -> torch.Tensor:
             return torch.empty(count, dtype=kind, device=old.device)
 
         rows = units * capacity
-        scratch = room(torch.int32, units), room(torch.int16, rows), room(old.dtype, 2 * rows)
+        scratch = room(torch.int32, units), room(kind, rows), room(old.dtype, pair * rows)
         shift = shift if lane > width else 0
         return cls(width, lane, per_chunk, shift, capacity, *scratch)
 
 
 def scan(old: torch.Tensor, new: torch.Tensor, chunks: DeviceChunks, units: Units) -> None:
     """Count what differs in every unit, and list it in ``units``; asynchronous."""
-    count = len(units.tally)
-    grid = programs(old, count, each=_EACH)
-    room = grid[0] * (_FLUSH + _TILE)
-    kind = torch.int64 if units.lane == 8 else old.dtype
-    buffer_at = torch.empty(room, dtype=torch.int16, device=old.device)
-    buffer = torch.empty(2 * room, dtype=kind, device=old.device)
-    _scan[grid](
-        old.view(torch.uint8), new.view(torch.uint8), chunks.start, chunks.length, count,
-        units.misaligned, buffer_at, buffer,
-        units.tally, units.position, units.pairs, units.capacity,
+    # A program a unit: the device hands them out as processors get free, which takes a tenth
+    # less time than programs that take every n-th unit.
+    _scan[(len(units.tally),)](
+        old.view(torch.uint8), new.view(torch.uint8), chunks.start, chunks.length,
+        units.misaligned, units.tally, units.records, units.pairs, units.capacity,
         kind=KINDS[units.lane], width=units.width, lane=units.lane, per_chunk=units.per_chunk,
-        unit=units.lanes, tile=_TILE, flush=_FLUSH, step=_STEP, num_warps=1,
+        unit=units.lanes, columns=_COLUMNS[units.width], num_warps=1,
     )  # fmt: skip

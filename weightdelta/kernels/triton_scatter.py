@@ -60,10 +60,14 @@ def _scatter(
                     bad = tl.sum((inside & ~good).to(tl.int32), 0)
                     if bad > 0:
                         tl.atomic_add(wrong, bad)
-                tl.store(place, new, mask=good)
                 if digest:
                     term = terms(p, n, tl.load(key + c), seg_skip, seg_run, seg_stride)
                     change += tl.where(good, h_change(term, old, new, width), 0)
+                if digest and not compare:
+                    # A store beside the load of its sector, still under way, takes the memory
+                    # system seven times as long; this one has to wait for what is there.
+                    good = good & (found != new)
+                tl.store(place, new, mask=good)
             if digest:
                 tl.store(sums + c, tl.load(sums + c) + tl.sum(change, 0))
 

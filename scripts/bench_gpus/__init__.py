@@ -1,0 +1,1 @@
+"""``scripts/bench gpus``: deltas beside a dense NCCL broadcast, on one host with several GPUs."""
