@@ -204,10 +204,7 @@ class DeviceCapture:
         with self._work:
             new = self._new[: window.nbytes]
             lows = [self._baseline.offsets[frame] - window.low for frame in window.frames]
-            outs = [
-                new[low : low + spec.nbytes] for low, spec in zip(lows, window.specs, strict=True)
-            ]
-            live.fill_all(window.specs, outs)
+            live.fill_all(window.specs, lows, out=new)
             self._work.after(old.ready)
             planes, change = self._ops.encode(
                 old.memory.view(kind),

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -12,8 +12,8 @@ from weightdelta.chunk_table import ChunkTable, part
 from weightdelta.codecs.batch import decode_frames
 from weightdelta.codecs.names import DEFAULT
 from weightdelta.codecs.registry import decode_frame
-from weightdelta.delta import Item
-from weightdelta.fetch import Fetched
+from weightdelta.fetch import Fetched, Part
+from weightdelta.index import Index
 from weightdelta.kernels.planes import Chunks, Planes
 
 #: Frames, encoded bytes and bytes of values that one task takes on at most, or one frame.
@@ -47,50 +47,52 @@ class Decoded:
 
 
 def decode_all(fetched: Fetched, table: ChunkTable, *, pool: Executor) -> Iterator[Decoded]:
-    """Planes of the fetched frames, in order; work on them begins as they arrive.
+    """Planes of the fetched frames, in order; each task begins when its frames are there.
 
     Raises:
         DamagedObject: A frame cannot be what the index names.
         StoreUnavailable, StoreTimeout: One did not arrive.
     """
-    running: deque[Future[list[Decoded]]] = deque()
+    index = fetched.delta.index
+    jobs = deque(
+        pool.submit(_decode, fetched, table, part, group)
+        for part in fetched.frames.parts
+        for group in _groups(part.numbers, index, table)
+    )
     try:
-        for group in _groups(fetched, table):
-            running.append(pool.submit(_decode, fetched, table, group))
-            while running and running[0].done():
-                yield from running.popleft().result()
-        while running:
-            yield from running.popleft().result()
-    finally:
-        for job in running:
+        while jobs:
+            yield from jobs.popleft().result()
+    except BaseException:
+        for job in jobs:
             job.cancel()
+        fetched.frames.drop()
+        raise
 
 
-def _groups(fetched: Fetched, table: ChunkTable) -> Iterator[list[Item]]:
-    """Frames that lie in one piece of memory and have one width, a task's worth each."""
-    changed, width = fetched.delta.index.changed.tolist(), table.width.tolist()
-    group: list[Item] = []
-    encoded = values = 0
-    for frame, data in fetched.frames:
-        encoded += len(data)
-        values += changed[frame] * width[frame]
-        if group and (
-            group[0][1].obj is not data.obj
-            or width[group[0][0]] != width[frame]
-            or len(group) == _FRAMES
-            or encoded > _ENCODED
-            or values > _VALUES
-        ):
+def _groups(frames: Sequence[int], index: Index, table: ChunkTable) -> Iterator[list[int]]:
+    """Frames of one width, a task's worth each."""
+    at = np.array(frames)
+    columns = (index.lengths[at], index.changed[at] * table.width[at], table.width[at])
+    group: list[int] = []
+    encoded = values = before = 0
+    for frame, size, changed, width in zip(frames, *(c.tolist() for c in columns), strict=True):
+        encoded += size
+        values += changed
+        full = len(group) == _FRAMES or encoded > _ENCODED or values > _VALUES
+        if group and (full or width != before):
             yield group
-            group = []
-            encoded, values = len(data), changed[frame] * width[frame]
-        group.append((frame, data))
+            group, encoded, values = [], size, changed
+        group.append(frame)
+        before = width
     if group:
         yield group
 
 
-def _decode(fetched: Fetched, table: ChunkTable, group: Sequence[Item]) -> list[Decoded]:
-    frames = tuple(frame for frame, _ in group)
+def _decode(
+    fetched: Fetched, table: ChunkTable, part: Part, numbers: Sequence[int]
+) -> list[Decoded]:
+    group = part.items(numbers)
+    frames = tuple(numbers)
     index = fetched.delta.index
     if len(frames) > 1 and all(index.codec_of(frame) == DEFAULT for frame in frames):
         whole: Any = group[0][1].obj

@@ -196,9 +196,9 @@ class DeltaReader:
 
     def arriving(
         self, delta: Delta, frames: Sequence[int], *, pool: Executor
-    ) -> "list[Future[list[Item]]]":
-        """What ``frames`` gives, all of it on its way: a future for each request, in order."""
-        return [pool.submit(self._read, delta, span) for span in spans(delta, frames)]
+    ) -> "list[tuple[tuple[int, ...], Future[list[Item]]]]":
+        """What ``frames`` gives, all of it on its way: numbers and a future for each request."""
+        return [(s.frames, pool.submit(self._read, delta, s)) for s in spans(delta, frames)]
 
     def _read(self, delta: Delta, span: Span) -> list[Item]:
         return list(self._verified(delta, span, self._span(span)))

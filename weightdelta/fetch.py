@@ -1,7 +1,7 @@
 """fetch: the frames of one delta that a receiver needs, verified, as they arrive."""
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 
@@ -12,30 +12,57 @@ from weightdelta.layout import Layout
 from weightdelta.versions import Hop
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Frames that come with one request; ``job`` has them, and perhaps others."""
+
+    numbers: tuple[int, ...]
+    job: "Future[list[Item]]"
+
+    def items(self, numbers: Sequence[int] | None = None) -> list[Item]:
+        """The frames, or some of them, once they are there.
+
+        Raises:
+            DamagedObject, MissingObject, StoreUnavailable, StoreTimeout: They will not be.
+        """
+        wanted = set(self.numbers if numbers is None else numbers)
+        return [item for item in self.job.result() if item[0] in wanted]
+
+
 class Frames:
     """Verified frames in order, each handed out once it is there; for any number of readers.
 
     Every reader meets the error that a request ended with, and the requests after it are dropped.
 
     Attributes:
-        ended: When the last of the requests so far ended, by ``time.monotonic``.
+        parts: What comes together.
+        ended: When the last request so far ended, by ``time.monotonic``.
     """
 
-    def __init__(self, coming: "Sequence[Future[list[Item]]]") -> None:
-        self._coming = coming
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = parts
         self.ended = time.monotonic()
-        for job in coming:
-            job.add_done_callback(self._note)
+        for part in parts:
+            part.job.add_done_callback(self._note)
 
     def __iter__(self) -> Iterator[Item]:
-        for job in self._coming:
+        for part in self.parts:
             try:
-                found = job.result()
+                found = part.items()
             except BaseException:
-                for other in self._coming:
-                    other.cancel()
+                self.drop()
                 raise
             yield from found
+
+    def only(self, numbers: Collection[int]) -> "Frames":
+        """Some of the frames, from the same requests."""
+        kept = (Part(tuple(n for n in p.numbers if n in numbers), p.job) for p in self.parts)
+        return Frames([part for part in kept if part.numbers])
+
+    def drop(self) -> None:
+        """Cancel the requests that have not begun."""
+        for part in self.parts:
+            part.job.cancel()
 
     def _note(self, _: object) -> None:
         self.ended = time.monotonic()
@@ -53,7 +80,7 @@ class Fetched:
 
     hop: Hop
     delta: Delta
-    frames: Iterable[Item]
+    frames: Frames
     began: float
 
     @property
@@ -64,24 +91,12 @@ class Fetched:
     @property
     def seconds(self) -> float:
         """Time from asking for it to the last frame that is there."""
-        return self.frames.ended - self.began if isinstance(self.frames, Frames) else 0.0
+        return self.frames.ended - self.began
 
     def holding(self, tensors: Iterable[int]) -> "Fetched":
         """The same with only the frames that hold a part of one of ``tensors``."""
         held = set(self.delta.plan.holding(np.array(list(tensors), np.int64)))
-        # Nobody waits for the store who wants none of it.
-        return replace(self, frames=_Held(self.frames, held) if held else ())
-
-
-@dataclass(frozen=True, slots=True)
-class _Held:
-    """Some of the frames."""
-
-    frames: Iterable[Item]
-    held: set[int]
-
-    def __iter__(self) -> Iterator[Item]:
-        return (item for item in self.frames if item[0] in self.held)
+        return replace(self, frames=self.frames.only(held))
 
 
 def fetch(
@@ -97,7 +112,8 @@ def fetch(
     began = time.monotonic()
     delta = reader.delta(hop.entry, layout=layout)
     wanted = delta.plan.holding(np.asarray(tensors, np.int64))
-    return Fetched(hop, delta, Frames(reader.arriving(delta, wanted, pool=pool)), began)
+    parts = [Part(numbers, job) for numbers, job in reader.arriving(delta, wanted, pool=pool)]
+    return Fetched(hop, delta, Frames(parts), began)
 
 
 def fetch_path(

@@ -43,6 +43,7 @@ class Live:
         self._tensors = tensors
         self._layout = layout
         self._shards: dict[int, tuple[Box, torch.Tensor]] = {}
+        self._travelling: dict[int, tuple[torch.Tensor, torch.dtype]] = {}
         for alias, target in layout.aliases:
             if alias in tensors and target in tensors:
                 _require_tied(alias, tensors[alias], target, tensors[target])
@@ -117,35 +118,59 @@ class Live:
             out: uint8, contiguous, ``frame.nbytes`` long, on any device; one that is not a
                 tensor's own takes part in a copy between devices.
         """
-        self.fill_all([frame], [out])
+        self.fill_all([frame], [0], out=out)
 
-    def fill_all(self, frames: Sequence[Frame], outs: Sequence[torch.Tensor]) -> None:
-        """``fill`` for many frames, in one call to torch."""
+    def fill_all(
+        self, frames: Sequence[Frame], starts: Sequence[int], *, out: torch.Tensor
+    ) -> None:
+        """``fill`` for many frames, in one call to torch.
+
+        Args:
+            frames: Whose elements.
+            starts: Where each goes in ``out`` [B], a multiple of its width.
+            out: uint8, contiguous.
+        """
+        typed: dict[torch.dtype, torch.Tensor] = {}
         targets, sources = [], []
-        for frame, out in zip(frames, outs, strict=True):
-            at = 0
+        for frame, start in zip(frames, starts, strict=True):
+            at = start // frame.width
             for segment in frame.segments:
-                end = at + segment.numel * frame.width
                 source, kind = self._source(segment)
-                targets.append(out[at:end].view(kind).view(source.shape))
+                if kind not in typed:
+                    typed[kind] = out.view(kind)
+                # One call to torch each: their Python is what a device waits for.
+                target = torch.as_strided(
+                    typed[kind],
+                    (segment.rows, segment.run),
+                    (segment.run, 1),
+                    typed[kind].storage_offset() + at,
+                )
+                targets.append(target)
                 sources.append(source)
-                at = end
+                at += segment.numel
         if targets:
             torch._foreach_copy_(targets, sources, non_blocking=True)
 
     def _source(self, segment: Segment) -> tuple[torch.Tensor, torch.dtype]:
         """A segment's live elements, rows by run, and the dtype in which they travel."""
-        box, local = self.shard(segment.tensor)
-        spec = self._layout.tensors[segment.tensor]
-        start, step = _within(segment, spec, box)
-        equal = local.dtype == TORCH[spec.dtype]
-        # Equal dtypes move as integers, so that no bit pattern is ever normalized.
-        local = as_ints(local) if equal else local
+        box, _ = self.shard(segment.tensor)
+        local, kind = self._travels(segment.tensor)
+        start, step = _within(segment, self._layout.tensors[segment.tensor], box)
         rows, first = _leading(local, start, start + (segment.rows - 1) * step + segment.run)
         source = torch.as_strided(
             rows, (segment.rows, segment.run), (step, 1), rows.storage_offset() + first
         )
-        return source, INTS[spec.width] if equal else TORCH[spec.dtype]
+        return source, kind
+
+    def _travels(self, tensor: int) -> tuple[torch.Tensor, torch.dtype]:
+        """This rank's elements of a tensor as they are copied, and the dtype they arrive in."""
+        if tensor not in self._travelling:
+            local, spec = self.shard(tensor)[1], self._layout.tensors[tensor]
+            # Equal dtypes move as integers, so that no bit pattern is ever normalized.
+            equal = local.dtype == TORCH[spec.dtype]
+            kind = INTS[spec.width] if equal else TORCH[spec.dtype]
+            self._travelling[tensor] = as_ints(local) if equal else local, kind
+        return self._travelling[tensor]
 
 
 def _require_memory(name: str, tensor: torch.Tensor) -> None:

@@ -17,6 +17,7 @@ from weightdelta.apply_blocks import BlockApply
 from weightdelta.block_memory import BlockMemory
 from weightdelta.chunk_table import ChunkTable
 from weightdelta.codecs.blocks import INNER, Inner, read_blocks
+from weightdelta.delta import Item
 from weightdelta.digest import U64
 from weightdelta.errors import DeviceMemory
 from weightdelta.fetch import Fetched
@@ -25,8 +26,6 @@ from weightdelta.pieces import MaskFrame, whole
 from weightdelta.placement import Resident
 from weightdelta.sharding.explicit import I64
 from weightdelta.site import Site
-
-Item = tuple[int, memoryview]
 
 
 class BlockStager:
@@ -58,7 +57,7 @@ class BlockStager:
             if memory and able and self._stage(self._read(fetched, able, table, inner), memory):
                 done = {frame for frame, _ in able}
                 left = [item for item in left if item[0] not in done]
-        return replace(fetched, frames=left)
+        return replace(fetched, frames=fetched.frames.only({frame for frame, _ in left}))
 
     def sums(self) -> U64:
         """Digest change of each tensor by what was staged: the dry run. Raises DeviceLost."""
