@@ -5,9 +5,12 @@ one needs an entry there and hands back ``Row`` objects.
 """
 
 import argparse
+import gc
 import json
 import platform
+import sys
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
@@ -28,13 +31,14 @@ def _codecs(_: argparse.Namespace, ceiling: float) -> list[Row]:
     return codecs.rows(nbytes=1 << 30, ceiling=ceiling)
 
 
-#: Sections by name; each gets the options and the copy ceiling in bytes a second.
+#: Sections by name; each gets the options and the copy ceiling in bytes a second. Those that the
+#: CPU has a part in come last.
 SECTIONS: dict[str, Callable[[argparse.Namespace, float], list[Row]]] = {
     "encode": lambda o, ceiling: encode.rows(nbytes=o.compared << 20, ceiling=ceiling),
+    "pause": lambda o, ceiling: pause.rows(nbytes=int(o.rank * 1e9), ceiling=ceiling),
+    "codecs": _codecs,
     "trainer": lambda o, _: trainer.rows(nbytes=int(o.shard * 1e9)),
     "receiver": lambda o, _: receiver.rows(nbytes=int(o.rank * 1e9)),
-    "codecs": _codecs,
-    "pause": lambda o, ceiling: pause.rows(nbytes=int(o.rank * 1e9), ceiling=ceiling),
 }
 
 
@@ -71,22 +75,34 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file for all figures")
     options = parser.parse_args()
     ceiling = encode.copy_ceiling(4 << 30)
-    rows = [ceiling]
+    rows, failed = [ceiling], []
     for name in options.only or SECTIONS:
         begin = time.perf_counter()
-        rows += SECTIONS[name](options, ceiling.rate)
+        try:
+            rows += SECTIONS[name](options, ceiling.rate)
+        except Exception:  # noqa: BLE001 (a section that breaks takes no other with it)
+            traceback.print_exc()
+            failed.append(name)
+        gc.collect()
         torch.cuda.empty_cache()
         print(f"{name}: {time.perf_counter() - begin:.1f} s", flush=True)
+        if options.json:
+            _write(rows, options, failed)
     print(markdown(rows))
-    if options.json:
-        document = {
-            "machine": machine(),
-            "options": {k: str(v) for k, v in vars(options).items()},
-            "rows": [{**asdict(row), "rate": row.rate} for row in rows],
-        }
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(document, indent=2) + "\n")
-        options.json.with_suffix(".md").write_text(markdown(rows) + "\n")
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}")
+
+
+def _write(rows: list[Row], options: argparse.Namespace, failed: list[str]) -> None:
+    document = {
+        "machine": machine(),
+        "options": {k: str(v) for k, v in vars(options).items()},
+        "failed": failed,
+        "rows": [{**asdict(row), "rate": row.rate} for row in rows],
+    }
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps(document, indent=2) + "\n")
+    options.json.with_suffix(".md").write_text(markdown(rows) + "\n")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from weightdelta.receiver import Receiver
 
 #: Fraction of the elements that a step changes: 0.085 % of the bytes of bf16.
 DENSITY = 0.0017
-STEPS = 6
+STEPS = 5
 
 
 def link_rates(nbytes: int = 2 << 30) -> tuple[float, float]:
