@@ -96,7 +96,11 @@ class BlockApply:
         with on_device(self._device, doing="preparing raw blocks"):
             self._memory.lanes.wait()  # nothing reads host memory any more that will be filled
             with nullcontext(pool) if pool else _threads() as threads:
-                self._stage(kept, threads)
+                try:
+                    self._stage(kept, threads)
+                except BaseException:
+                    self.clear()  # an error that is kept would keep what was lent
+                    raise
 
     def _stage(self, frames: Sequence[MaskFrame], pool: Executor) -> None:
         """Lay the blocks out in host memory, and say where things go."""

@@ -28,6 +28,8 @@ ENTRY: Final = 48
 MARK: Final = 8
 #: What slots take by the bytes of mask in one of them.
 SLOT_FACTOR: Final = SLOTS * (1 + RAW_FACTOR + (ENTRY + MARK) / PIECE_MEAN)
+#: Buffers of each use that are kept for the next update.
+LENT: Final = 2
 #: Memory for an engine is taken in steps of this, so that slowly growing sizes do not take it anew.
 _STEP: Final = 1 << 20
 
@@ -161,8 +163,11 @@ class BlockMemory:
         return EngineHost(self.device) if use == "engine" else HostBuffer(self.device)
 
     def give(self, use: Use, host: Host) -> None:
-        """Take lent memory back."""
-        self._free[use].append(host)
+        """Take lent memory back; a delta and the way back need no more than is kept."""
+        if len(self._free[use]) < LENT:
+            self._free[use].append(host)
+        elif isinstance(host, EngineHost):
+            host.close()
 
     def release(self) -> None:
         """Give back all that is not lent; the next update takes it anew.

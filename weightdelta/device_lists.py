@@ -77,8 +77,9 @@ class StagedLists:
         self._held: bool | None = False
         self._careful = careful
         device = site.device
-        self._sums = torch.zeros(0, dtype=torch.int64, device=device)
-        self._found = torch.zeros(2, dtype=torch.int32, device=device)
+        with site.low:  # the lane that a pause comes after, whatever stream its caller is on
+            self._sums = torch.zeros(0, dtype=torch.int64, device=device)
+            self._found = torch.zeros(2, dtype=torch.int32, device=device)
         self._answer = torch.zeros(2, dtype=torch.int32, pin_memory=device.type == "cuda")
         self._take_slots()
 
@@ -178,6 +179,8 @@ class StagedLists:
 
     def _store(self, *, back: bool, compare: bool) -> None:
         lane = self._site.pause
+        # After what a pass before may still do with the same slots.
+        self._site.lanes.line_up(lane)
         with lane:
             self._found.zero_()
             for part in self._parts:

@@ -1,7 +1,7 @@
 """fetch: the frames of one delta that a receiver needs, verified, as they arrive."""
 
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, replace
 
@@ -88,11 +88,6 @@ class Fetched:
         """Encoded bytes fetched."""
         return sum(len(data) for _, data in self.frames)
 
-    @property
-    def seconds(self) -> float:
-        """Time from asking for it to the last frame that is there."""
-        return self.frames.ended - self.began
-
     def holding(self, tensors: Iterable[int]) -> "Fetched":
         """The same with only the frames that hold a part of one of ``tensors``."""
         held = set(self.delta.plan.holding(np.array(list(tensors), np.int64)))
@@ -124,16 +119,52 @@ def fetch_path(
     tensors: Sequence[int],
     pool: Executor,
     ahead: Executor,
-) -> Iterator[Fetched]:
-    """Fetch a path hop by hop; the next one is asked for before the caller gets this one."""
+) -> Generator[Fetched, None, None]:
+    """Fetch a path hop by hop; the next one is asked for before the caller gets this one.
+
+    Close it when done: requests that have not begun are then dropped.
+    """
 
     def one(hop: Hop) -> Fetched:
         return fetch(reader, hop, layout=layout, tensors=tensors, pool=pool)
 
     coming = ahead.submit(one, path[0]) if path else None
-    for following in [*path[1:], None]:
-        if coming is None:
-            return
-        ready = coming.result()
-        coming = ahead.submit(one, following) if following else None
-        yield ready
+    ready: Fetched | None = None
+    try:
+        for following in [*path[1:], None]:
+            if coming is None:
+                return
+            ready = coming.result()
+            coming = ahead.submit(one, following) if following else None
+            yield ready
+    finally:  # nobody wants what has not been asked for yet
+        if ready:
+            ready.frames.drop()
+        if coming and not coming.cancel():
+            coming.add_done_callback(_drop)
+
+
+def _drop(coming: "Future[Fetched]") -> None:
+    if not coming.exception():
+        coming.result().frames.drop()
+
+
+@dataclass(slots=True)
+class Tally:
+    """What has been fetched of a path.
+
+    Attributes:
+        nbytes: Encoded bytes.
+        seconds: Time in which some of it was on its way.
+    """
+
+    nbytes: int = 0
+    seconds: float = 0.0
+    _until: float = 0.0
+
+    def add(self, fetched: Fetched) -> None:
+        """Count a hop whose frames have all been read."""
+        self.nbytes += fetched.nbytes
+        ended = fetched.frames.ended
+        self.seconds += max(ended - max(fetched.began, self._until), 0.0)
+        self._until = max(ended, self._until)

@@ -6,9 +6,9 @@ finishes it); DIRTY, when the weights belong to no version and have to be reload
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -29,7 +29,7 @@ from weightdelta.errors import (
     NotYet,
     StateMismatch,
 )
-from weightdelta.fetch import fetch_path
+from weightdelta.fetch import Fetched, Tally, fetch_path
 from weightdelta.log import Log
 from weightdelta.placement import Resident, place
 from weightdelta.recognition import recognize
@@ -275,8 +275,8 @@ class Receiver:
                 self._forget()
                 self._release_sites()
             if not self._closed:  # its threads keep work arrays as large as what was staged
-                self._pool.shutdown()
-                self._pool = self._workers()
+                ended, self._pool = self._pool, self._workers()
+                ended.shutdown()
 
     def close(self) -> None:
         """Release, and end the threads; every later call but ``release`` is refused."""
@@ -314,40 +314,33 @@ class Receiver:
             max_chain=self._config.limits.max_chain,
         )
         stager = self._stagers(path)
-        fetched_bytes, fetch_s, table = 0, 0.0, self._table.copy()
-        held = [r.tensor for r in self._residents]
-        for fetched in fetch_path(
+        tally, table = Tally(), self._table.copy()
+        try:
+            with closing(self._fetch(path)) as coming:
+                for fetched in coming:
+                    stager.add(fetched)
+                    tally.add(fetched)
+                    change = fetched.delta.index.tensor_digest
+                    table = table + change if fetched.hop.forward else table - change
+            staged = self._finish(stager)
+            self._check_digest(table, end)
+        except BaseException:
+            stager.clear()  # an error that is kept would keep all of it
+            raise
+        stats = staged.stats(
+            hops=len(path), start=self._version, end=end, tally=tally, began=started
+        )
+        return _Step(self._version, end, staged, self._table, table, stats)
+
+    def _fetch(self, path: Sequence[Hop]) -> Generator[Fetched, None, None]:
+        return fetch_path(
             self._reader,
             path,
             layout=self._layout,
-            tensors=held,
+            tensors=[r.tensor for r in self._residents],
             pool=self._fetchers,
             ahead=self._background,
-        ):
-            stager.add(fetched)
-            fetched_bytes += fetched.nbytes
-            fetch_s += fetched.seconds
-            change = fetched.delta.index.tensor_digest
-            table = table + change if fetched.hop.forward else table - change
-        staged = self._finish(stager)
-        self._check_digest(table, end)
-        prepare_s = time.monotonic() - started
-        stats = PrepareStats(
-            from_version=self._version,
-            version=end,
-            hops=len(path),
-            fetched_bytes=fetched_bytes,
-            changed=staged.changed,
-            fetch_s=fetch_s,
-            decode_s=max(prepare_s - fetch_s - staged.stage_s, 0.0),
-            stage_s=staged.stage_s,
-            prepare_s=prepare_s,
-            device_bytes=staged.device_bytes,
-            pinned_bytes=staged.pinned_bytes,
-            raw_frames=staged.raw_frames,
-            decoder=staged.decoder,
         )
-        return _Step(self._version, end, staged, self._table, table, stats)
 
     def _stagers(self, path: Sequence[Hop]) -> Stagers:
         older = self._undo.staged if self._undo else Staging()
@@ -394,6 +387,9 @@ class Receiver:
             self._phase = "DIRTY"
             self._forget()
             raise
+        except BaseException:
+            self._settle()  # an interrupt; the caller may reload weights next
+            raise
         # All of it before the pause ends: leaving the pause may fail as well.
         self._arrive(step, back=back)
         now = time.monotonic()
@@ -408,14 +404,17 @@ class Receiver:
 
     def _arrive(self, step: _Step, *, back: bool) -> None:
         """Note that a move is complete; what it leaves behind cannot be applied any more."""
+        older, moved = self._undo, step.start != step.end
         self._version = step.start if back else step.end
         self._table = step.before if back else step.after
-        if back or step.start != step.end:  # a move to where we are keeps the way back
-            if self._undo:
-                self._undo.staged.clear()
+        if back or moved:  # a move to where we are keeps the way back
             self._undo = None if back else step
-        self._moving = self._preparation = None
+        self._preparation = None
         self._phase = "CLEAN"
+        self._moving = None
+        # Last: whoever interrupts this finds a receiver that goes on.
+        if older and older is not self._undo:
+            older.staged.clear()
 
     def _digests(self) -> U64:
         table = np.zeros(len(self._layout.tensors), np.uint64)
@@ -478,8 +477,13 @@ class Receiver:
         for site in self._sites:
             site.release()
 
+    def _settle(self) -> None:
+        for site in self._sites:
+            site.settle()
+
     def _forget(self) -> None:
         self._drop_preparation()
+        self._settle()
         for step in (self._undo, self._moving and self._moving[0]):
             if step:
                 step.staged.clear()

@@ -1,6 +1,7 @@
 """What one device holds of a receiver's weights, and where every chunk of a plan lies there."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -11,7 +12,7 @@ from weightdelta.block_memory import SLOT_FACTOR, BlockMemory
 from weightdelta.chunk_table import ChunkTable, part
 from weightdelta.config import DeviceConfig
 from weightdelta.device_memory import HostBuffer, Lanes, on_device
-from weightdelta.errors import ConfigError
+from weightdelta.errors import ConfigError, DeviceLost
 from weightdelta.kernels.device import DeviceChunks, Placed, device_ops
 from weightdelta.kernels.planes import BLOCK_BYTES
 from weightdelta.layout import Layout
@@ -131,12 +132,19 @@ class Site:
         """Have two slots of at least ``size`` bytes."""
         if not self.slots or len(self.slots[0]) < size:
             self.slots = []
-            self.slots = [
-                torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)
-            ]
+            with self.low:
+                self.slots = [
+                    torch.empty(size, dtype=torch.uint8, device=self.device) for _ in range(SLOTS)
+                ]
+
+    def settle(self) -> None:
+        """Return once nothing is under way here; a device that failed does nothing any more."""
+        with suppress(DeviceLost), on_device(self.device, doing="waiting for the device"):
+            self.lanes.wait()
 
     def release(self) -> None:
         """Give back what preparations share; the next one takes it anew."""
+        self.settle()
         self.slots = []
         if self.blocks:
             self.blocks.release()

@@ -103,6 +103,13 @@ class DeviceStager:
         self._budget = max(self._site.config.staging_bytes - slots, 0)
         self._batch = max(min(BATCH_BYTES, self._budget // 8), 1 << 16)
 
+    def clear(self) -> None:
+        """Give all memory back: nothing will come of it."""
+        self._site.settle()
+        self._parts = []
+        for update in self._blocks.staged if self._blocks else ():
+            update.clear()
+
     def finish(self) -> DeviceStaged:
         """Everything staged, once its digests have been checked.
 

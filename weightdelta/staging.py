@@ -1,5 +1,6 @@
 """Staging for all of a receiver's memory: tensors on the host and on any number of devices."""
 
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
@@ -11,12 +12,13 @@ from weightdelta.apply import rehearse, store_values
 from weightdelta.config import DeviceConfig
 from weightdelta.decode import Staged, Stager
 from weightdelta.device_staged import DeviceStaged
-from weightdelta.errors import ConfigError, StateMismatch
-from weightdelta.fetch import Fetched
+from weightdelta.errors import ConfigError, NotPrepared, StateMismatch
+from weightdelta.fetch import Fetched, Tally
 from weightdelta.layout import Layout
 from weightdelta.placement import Resident
 from weightdelta.site import Site
 from weightdelta.stage_device import DeviceStager
+from weightdelta.stats import PrepareStats
 
 
 def sites_of(residents: Sequence[Resident], *, layout: Layout, config: DeviceConfig) -> list[Site]:
@@ -44,6 +46,26 @@ class Staging:
     host: list[Staged] = field(default_factory=list)
     devices: list[DeviceStaged] = field(default_factory=list)
     stage_s: float = 0.0
+    _cleared: bool = False
+
+    def stats(self, *, hops: int, start: int, end: int, tally: Tally, began: float) -> PrepareStats:
+        """What it took to stage this, from ``began`` (``time.monotonic``) until now."""
+        took = time.monotonic() - began
+        return PrepareStats(
+            from_version=start,
+            version=end,
+            hops=hops,
+            fetched_bytes=tally.nbytes,
+            changed=self.changed,
+            fetch_s=tally.seconds,
+            decode_s=max(took - tally.seconds - self.stage_s, 0.0),
+            stage_s=self.stage_s,
+            prepare_s=took,
+            device_bytes=self.device_bytes,
+            pinned_bytes=self.pinned_bytes,
+            raw_frames=self.raw_frames,
+            decoder=self.decoder,
+        )
 
     @property
     def changed(self) -> int:
@@ -72,7 +94,8 @@ class Staging:
         return "; ".join(sorted(set().union(*(part.decoders for part in self.devices))))
 
     def clear(self) -> None:
-        """Give all memory back."""
+        """Give all memory back; nothing can be stored any more."""
+        self._cleared = True
         self.host = []
         for part in self.devices:
             part.clear()
@@ -84,8 +107,11 @@ class Staging:
         Raises:
             StateMismatch: Some place held neither; what had been stored was put back.
             DeviceLost: A device failed; the weights belong to no version.
+            NotPrepared: It was given back.
             Dirty: What had been stored could not be put back.
         """
+        if self._cleared:
+            raise NotPrepared("what was staged has been given back; prepare() it again")
         begun: list[DeviceStaged] = []
         with _undone(begun, back=back):
             for part in self.devices:
@@ -146,6 +172,11 @@ class Stagers:
         self._host.add(fetched)
         for stager in self._devices:
             stager.add(fetched)
+
+    def clear(self) -> None:
+        """Give all memory back: nothing will come of it."""
+        for stager in self._devices:
+            stager.clear()
 
     def finish(self) -> Staging:
         """Everything staged and checked, ready for the pause.

@@ -155,7 +155,8 @@ def _join(
 ) -> None:
     """Segments of several buffers in one, buffer by buffer."""
     ends = np.cumsum(sizes)
-    if found[len(found) - 1].offset == ends[-1] - sizes[-1] > 0:  # all lie in one buffer
+    last = ends[-1] - sizes[-1]
+    if sizes[0] and found[len(found) - 1].offset == last > 0:  # all lie in one buffer
         head: Any = found[0]
         out[:] = as_strided(np.frombuffer(head, np.uint8), out.shape)
         return
