@@ -14,7 +14,7 @@ import numpy.typing as npt
 from weightdelta.codecs import zstd
 from weightdelta.codecs.names import Values
 from weightdelta.codecs.slots import SLOTS
-from weightdelta.kernels import ops
+from weightdelta.kernels import has_compiled, ops
 from weightdelta.kernels.planes import UINTS, Chunks, Elements, Planes
 
 U8 = npt.NDArray[np.uint8]
@@ -82,7 +82,7 @@ def encode_frames(
 
     None when no compiled kernels are there.
     """
-    if not _compiled():
+    if not has_compiled():
         return None
     from weightdelta.kernels import cpu_batch
 
@@ -123,10 +123,6 @@ def _column(arrays: Sequence[Elements], slot: int, planes: int) -> tuple[Element
     return np.concatenate(arrays), _ends(sizes), slot, planes
 
 
-def _compiled() -> bool:
-    return ops().__name__.endswith("cpu_ops")  # type: ignore[attr-defined, no-any-return]
-
-
 def decode_frames(
     data: U8,
     start: I64,
@@ -151,7 +147,7 @@ def decode_frames(
     Returns:
         The planes, or None when some frame is unsound, or no compiled kernels are there.
     """
-    if not _compiled():
+    if not has_compiled():
         return None
     table = sizes.astype(np.int64)
     unused = [*range(_VALUES + width, SLOTS), *([_NIBBLES] if values == "xor" else [])]

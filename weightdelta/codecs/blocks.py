@@ -19,7 +19,7 @@ from weightdelta.codecs import stock, zstd
 from weightdelta.codecs.names import Codec
 from weightdelta.codecs.slots import SLOTS, SlotReader, damaged, outer
 from weightdelta.codecs.stock import Inner as Inner
-from weightdelta.kernels import ops
+from weightdelta.kernels import has_compiled, ops
 from weightdelta.kernels.planes import BLOCK_BYTES, GAP_FACTOR, UINTS, Chunks, Elements, Planes
 
 U8 = npt.NDArray[np.uint8]
@@ -277,14 +277,13 @@ def decode_frame(
         DamagedObject: Parts, sizes or blocks do not fit each other or the mask. Memory is
             bounded by the frame's raw bytes, whatever the bytes say.
     """
-    mask = _masks.get(_mask_size(chunks, width))
-    inner = INNER.get(codec)
-    if inner:
-        unpack(
-            read_blocks(data, sizes, inner=inner, size=len(mask), where=where),
-            out=mask,
-            where=where,
-        )
+    inner, size = INNER.get(codec), _mask_size(chunks, width)
+    blocks = inner and read_blocks(data, sizes, inner=inner, size=size, where=where)
+    if blocks and (planes := _sparse(blocks, chunks, width)):
+        return planes
+    mask = _masks.get(size)
+    if blocks:
+        unpack(blocks, out=mask, where=where)
     else:
         reader = SlotReader.of(data, sizes, names=PARTS, where=where)
         _read_mask(reader, mask, compressed=codec == "zstd")
@@ -292,3 +291,20 @@ def decode_frame(
     # What differs from zero; fresh zeros that are only read share one page of memory.
     zeros = np.zeros(len(elements), elements.dtype)
     return ops().encode(zeros, elements, chunks=chunks, xor=True)[0]
+
+
+def _sparse(blocks: Blocks, chunks: Chunks, width: int) -> Planes | None:
+    """The changes without the mask; None without compiled kernels, or for an unsound block."""
+    if not has_compiled():
+        return None
+    from weightdelta.kernels import cpu_sparse
+
+    found = cpu_sparse.changes_of(
+        blocks.arena,
+        blocks.sizes,
+        lengths=block_lengths(blocks.size),
+        lz4=blocks.inner == "lz4",
+        width=width,
+        most=blocks.size // width // GAP_FACTOR,
+    )
+    return None if found is None else cpu_sparse.planes_of(*found, chunks=chunks)

@@ -9,7 +9,7 @@ import importlib
 import os
 from collections.abc import Sequence
 from functools import cache
-from typing import Final, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -153,3 +153,8 @@ def ops() -> Ops:
         return load("cpu")
     except ImportError:
         return load("reference")
+
+
+def has_compiled() -> bool:
+    """Whether ``ops`` are the compiled ones; then kernels of other modules are at hand as well."""
+    return bool(cast(Any, ops()).__name__ == _MODULES["cpu"])

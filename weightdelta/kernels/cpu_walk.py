@@ -1,4 +1,4 @@
-"""Whether raw Snappy and LZ4 blocks are sound: walked token by token, nothing decoded.
+"""Raw Snappy and LZ4 blocks, walked token by token: whether they are sound, what is not zero.
 
 A GPU's decoder trusts its input: it reads and writes outside its buffers for some damaged
 blocks. Those that it is given have been walked here first. A sound block gives exactly the bytes
@@ -39,41 +39,70 @@ def _snappy_size(data: Any, at: Any, end: Any) -> Any:
 
 
 @jit
-def _snappy(data: Any, at: Any, end: Any, length: Any) -> Any:
+def _literal(data: Any, at: Any, count: Any, out: Any, done: Any, marks: Any, held: Any) -> Any:
+    """Bytes as they are; ``marks`` notes those that are not zero. Returns how many it has."""
+    for i in range(count):
+        if data[at + i]:
+            out[done + i] = data[at + i]
+            marks[held] = done + i
+            held += 1
+    return held
+
+
+@jit
+def _copied(out: Any, done: Any, offset: Any, count: Any, marks: Any, held: Any) -> Any:
+    """Bytes from ``offset`` before on; where those are zero nothing has to be done."""
+    if offset == 1 and out[done - 1] == 0:
+        return held
+    for i in range(count):
+        byte = out[done - offset + i]
+        if byte:
+            out[done + i] = byte
+            marks[held] = done + i
+            held += 1
+    return held
+
+
+@jit
+def _snappy(data: Any, at: Any, end: Any, length: Any, fill: Any, out: Any, marks: Any) -> Any:
+    """Walk a block; with ``fill`` decode it into zeros. Bytes that are not zero, or -1."""
     size, at = _snappy_size(data, at, end)
-    done = np.int64(0)
+    done = held = np.int64(0)
     if size != length:
-        return False
+        return np.int64(-1)
     while at < end:
         token = np.int64(data[at])
         at += 1
         kind = token & 3
-        offset = np.int64(0)
         if kind == 0:
             count = (token >> 2) + 1
             more = count - 60
             if more > 0:
                 if at + more > end:
-                    return False
+                    return np.int64(-1)
                 count = _little(data, at, more) + 1
                 at += more
+            if at + count > end or done + count > length:
+                return np.int64(-1)
+            if fill:
+                held = _literal(data, at, count, out, done, marks, held)
             at += count
         else:
             more = np.int64(1) if kind == 1 else np.int64(2) if kind == 2 else np.int64(4)
             if at + more > end:
-                return False
+                return np.int64(-1)
             count = (token >> 2) + 1
             offset = _little(data, at, more)
             if kind == 1:
                 count = ((token >> 2) & 7) + 4
                 offset |= token >> 5 << 8
             at += more
-            if offset < 1 or offset > done:
-                return False
+            if offset < 1 or offset > done or done + count > length:
+                return np.int64(-1)
+            if fill:
+                held = _copied(out, done, offset, count, marks, held)
         done += count
-        if at > end or done > length:
-            return False
-    return done == length
+    return held if done == length else np.int64(-1)
 
 
 @jit
@@ -91,36 +120,55 @@ def _lz4_length(data: Any, at: Any, end: Any, count: Any) -> Any:
 
 
 @jit
-def _lz4(data: Any, at: Any, end: Any, length: Any) -> Any:
-    done = np.int64(0)
+def _lz4(data: Any, at: Any, end: Any, length: Any, fill: Any, out: Any, marks: Any) -> Any:
+    """As ``_snappy``."""
+    done = held = np.int64(0)
     while at < end:
         token = np.int64(data[at])
         count, at = _lz4_length(data, at + 1, end, token >> 4)
+        if at + count > end or done + count > length:
+            return np.int64(-1)
+        if fill:
+            held = _literal(data, at, count, out, done, marks, held)
         at += count
         done += count
-        if at > end or done > length:
-            return False
         if at == end:  # the last sequence is a literal alone
-            return done == length
+            return held if done == length else np.int64(-1)
         if at + 2 > end:
-            return False
+            return np.int64(-1)
         offset = _little(data, at, 2)
         count, at = _lz4_length(data, at + 2, end, token & 15)
-        if at > end or offset < 1 or offset > done:
-            return False
-        done += count + 4
-    return False
+        count += 4
+        if at > end or offset < 1 or offset > done or done + count > length:
+            return np.int64(-1)
+        if fill:
+            held = _copied(out, done, offset, count, marks, held)
+        done += count
+    return np.int64(-1)
 
 
 @jit
-def _unsound(data: Any, sizes: Any, lengths: Any, lz4: Any) -> Any:
+def walk(
+    data: Any, at: Any, end: Any, length: Any, lz4: Any, fill: Any, out: Any, marks: Any
+) -> Any:  # fmt: skip
+    """Walk one block of either bitstream.
+
+    Returns:
+        Bytes of content that are not zero, as ``marks`` has them (0 without ``fill``); -1 when
+        the block does not give exactly ``length`` bytes. ``out`` then holds what was decoded.
+    """
+    if lz4:
+        return _lz4(data, at, end, length, fill, out, marks)
+    return _snappy(data, at, end, length, fill, out, marks)
+
+
+@jit
+def _unsound(data: Any, sizes: Any, lengths: Any, lz4: Any, out: Any, marks: Any) -> Any:
     at = np.int64(0)
     for b in range(len(sizes)):
         end = at + sizes[b]
-        if end > at:
-            sound = _lz4(data, at, end, lengths[b]) if lz4 else _snappy(data, at, end, lengths[b])
-            if not sound:
-                return b
+        if end > at and walk(data, at, end, lengths[b], lz4, False, out, marks) < 0:
+            return b
         at = end
     return -1
 
@@ -134,7 +182,8 @@ def unsound(arena: U8, sizes: npt.NDArray[np.uint32], *, lengths: I64, lz4: bool
         lengths: int64, bytes of content that each must give.
         lz4: LZ4 instead of Snappy.
     """
-    return int(_unsound(arena, sizes.astype(np.int64), lengths, lz4))
+    nothing = np.empty(0, np.uint8), np.empty(0, np.uint16)
+    return int(_unsound(arena, sizes.astype(np.int64), lengths, lz4, *nothing))
 
 
 @jit
