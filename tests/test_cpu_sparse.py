@@ -151,6 +151,15 @@ def test_zeros_that_belong_left_out_are_refused() -> None:
         assert found_in(blocks, width=2) is None
 
 
+@pytest.mark.parametrize("inner", INNERS)
+def test_blocks_outside_of_the_arena_are_refused(inner: Inner) -> None:
+    """Compiled code checks no bounds."""
+    good = packed(a_mask(900, width=4, share=0.3, seed=1), inner, ours=False)
+    longer = Blocks(inner, good.size, good.sizes + 1, good.arena)
+    assert found_in(good, width=4) is not None
+    assert found_in(longer, width=4) is None
+
+
 def test_changes_outside_of_all_chunks_are_refused() -> None:
     chunks = segments([100])
     index, values = np.array([3, 100], np.uint32), np.array([1, 1], np.uint16)

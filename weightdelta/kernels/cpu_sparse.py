@@ -4,7 +4,7 @@ A run of zeros, which is one token or a few, takes no longer than its tokens. ``
 decodes whole masks where this finds a block unsound, and says what is wrong with it.
 """
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,9 @@ from weightdelta.kernels.planes import BLOCK_BYTES, GAP_FACTOR, UINTS, Chunks, E
 U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
 U32 = npt.NDArray[np.uint32]
+
+#: Elements that 32 bits tell apart.
+_MOST: Final = 1 << 32
 
 
 @jit
@@ -94,16 +97,19 @@ def changes_of(
         most: Changes from which on a mask is the better form; a block's worth more may be found.
 
     Returns:
-        Where they are, uint32, ascending, and what they are; None when a block is unsound, or
-        when they are too many.
+        Where they are, uint32, ascending, and what they are; None when a block is unsound or
+        lies outside, or when they are too many.
     """
+    wide = sizes.astype(np.int64)
+    if wide.sum() > len(arena) or lengths.sum() // width >= _MOST:
+        return None
     block = scratch.get("block", BLOCK_BYTES, np.uint8)
     block[:] = 0
     elements = block.view(UINTS[width])
     marks = scratch.get("marks", BLOCK_BYTES, np.uint16)
     room = min(len(arena), most) + len(elements)
     parts: list[tuple[U32, Elements]] = []
-    wide, b, at, total = sizes.astype(np.int64), 0, 0, 0
+    b = at = total = 0
     while b < len(sizes):
         index, values = np.empty(room, np.uint32), np.empty(room, UINTS[width])
         b, at, found = _collect(
