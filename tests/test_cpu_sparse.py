@@ -15,6 +15,7 @@ from weightdelta.codecs.stock import Inner
 from weightdelta.errors import DamagedObject
 from weightdelta.kernels import ops, reference
 from weightdelta.kernels.cpu_sparse import changes_of, planes_of
+from weightdelta.kernels.cpu_walk import unsound
 from weightdelta.kernels.planes import BLOCK_BYTES, CHUNK, UINTS, Elements
 
 SHARES = (0.0, 0.0005, 0.02, 0.3, 1.0)
@@ -125,7 +126,8 @@ def test_damage_is_refused_or_leads_to_the_same_mask(
         arena = arena[:-cut]
     bad = Blocks(inner, good.size, sizes, arena)
     found, wanted = found_in(bad, width=width), decoded(bad, width=width)
-    if found is not None and wanted is not None:
+    if found is not None:
+        assert wanted is not None, "what a plain decoder refuses is refused"
         assert found[0].tolist() == np.flatnonzero(wanted).tolist()
         assert found[1].tolist() == wanted[wanted != 0].tolist()
     index, values = found_in(good, width=width)
@@ -141,6 +143,27 @@ def test_too_many_changes_are_left_to_a_mask(inner: Inner) -> None:
     assert len(bomb.arena) < len(ones) // 15
     assert found_in(bomb, width=1, most=len(ones) // 6) is None
     assert len(found_in(bomb, width=1, most=len(ones))[0]) == len(ones)
+
+
+@pytest.mark.parametrize(
+    ("inner", "block", "length"),
+    [
+        ("lz4", "1007010000", 5),  # a match to the end, and no literal behind it
+        ("lz4", "100701001009", 6),  # one literal where five are due
+        ("snappy", "01f00005", 1),  # a length of its own for one byte, and nothing behind
+        ("snappy", "01f4000005", 1),
+    ],
+)
+def test_blocks_that_end_otherwise_than_formats_say_are_refused_by_all(
+    inner: Inner, block: str, length: int
+) -> None:
+    """Else receivers with and without compiled kernels would not agree on a version."""
+    arena = np.frombuffer(bytes.fromhex(block), np.uint8)
+    blocks = Blocks(inner, length, np.array([len(arena)], np.uint32), arena)
+    assert decoded(blocks, width=1) is None
+    assert found_in(blocks, width=1) is None
+    lengths = block_lengths(length)
+    assert unsound(arena, blocks.sizes, lengths=lengths, lz4=inner == "lz4") == 0
 
 
 def test_zeros_that_belong_left_out_are_refused() -> None:
@@ -164,6 +187,9 @@ def test_changes_outside_of_all_chunks_are_refused() -> None:
     chunks = segments([100])
     index, values = np.array([3, 100], np.uint32), np.array([1, 1], np.uint16)
     assert planes_of(index, values, chunks=chunks) is None
+    chunks.start[:] = 50
+    assert planes_of(index[:1], values[:1], chunks=chunks) is None
+    chunks.start[:] = 0
     found = planes_of(index[:1], values[:1], chunks=chunks)
     assert found is not None
     assert found.counts.tolist() == [1]

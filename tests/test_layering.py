@@ -54,7 +54,7 @@ TRAINER = (
 SAMPLER = (
     "versions fetch sharing placement recognition decode_batch decode pages apply pieces "
     "block_memory block_groups apply_blocks site fold device_lists device_staged stage_blocks "
-    "stage_device staging engines engines.transformers receiver"
+    "stage_device staging preparation engines engines.transformers receiver"
 )
 
 #: The Ray actors stand on top of the library, in their own order.

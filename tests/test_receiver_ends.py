@@ -1,10 +1,12 @@
 """What an error, an interrupt or a second pass leaves behind: nothing that could go wrong later."""
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event
 from typing import Any, Self
 
 import pytest
@@ -16,9 +18,13 @@ import weightdelta.block_memory as block_memory_module
 import weightdelta.decode_batch as decode_module
 import weightdelta.delta as delta_module
 from weightdelta.codecs import blocks
-from weightdelta.device_lists import SLOTS, StagedLists
+from weightdelta.config import Config
+from weightdelta.decode import Staged
+from weightdelta.decode_batch import Decoded
+from weightdelta.device_lists import SLOTS, Part, StagedLists
 from weightdelta.device_memory import HostBuffer, Lanes
 from weightdelta.errors import DamagedObject, NotPrepared, WeightDeltaError
+from weightdelta.fold import Changes
 from weightdelta.log import Log
 from weightdelta.receiver import Receiver
 from weightdelta.site import Site
@@ -320,3 +326,74 @@ def test_an_interrupted_release_leaves_threads_that_work(
     receiver.prepare(version=3).wait()
     receiver.apply()
     assert all_bits(model) == run.versions[3]
+
+
+# -- preparations that end badly ---------------------------------------------------------------
+
+
+class Stubborn:
+    """An engine that does not stand still when it is asked to."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.stubborn = model, False
+
+    def tensors(self) -> Any:
+        """The weights."""
+        return dict(self.model)
+
+    def aliases(self) -> dict[str, str]:
+        """None are tied."""
+        return {}
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Fails while ``stubborn``."""
+        if self.stubborn:
+            raise RuntimeError("does not stand still")
+        yield
+
+
+def test_a_preparation_dropped_by_a_failed_rollback_is_an_error_of_ours(
+    run: SmallRun, follow: Follow
+) -> None:
+    engine = Stubborn(run.model())
+    receiver = follow(engine)
+    receiver.prepare(version=1).wait()
+    receiver.apply()
+    gate = Event()
+    busy = [receiver._background.submit(gate.wait) for _ in range(2)]
+    prepared = receiver.prepare(version=2)
+    engine.stubborn = True
+    with pytest.raises(RuntimeError, match="stand still"):
+        receiver.rollback()
+    engine.stubborn = False
+    gate.set()
+    assert all(job.result() for job in busy)
+    for end in (prepared.wait, receiver.apply):
+        with pytest.raises(NotPrepared, match="dropped before it started"):
+            end()
+    receiver.prepare(version=3).wait()
+    receiver.apply()
+    assert all_bits(engine.model) == run.versions[3]
+
+
+@pytest.mark.parametrize("use", ["always", "never"])
+def test_a_kept_error_keeps_nothing_of_what_was_staged(
+    run: SmallRun, follow: Follow, use: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither lists, nor folded hops, nor decoded frames: on a device they are its memory."""
+    kinds = (Staged, Part, Decoded, Changes)
+    receiver = follow(run.model(), config=Config.of({"device": {"use": use}}))
+
+    def wrong(*_: Any) -> None:
+        raise DamagedObject("as a test wants it")
+
+    monkeypatch.setattr(Receiver, "_check_digest", wrong)
+    prepared = receiver.prepare(version=3)
+    with pytest.raises(DamagedObject, match="as a test wants it") as caught:
+        prepared.wait()
+    gc.collect()
+    left = {type(o).__name__ for o in gc.get_objects() if type(o) in kinds}
+    assert not left
+    assert caught.value.__traceback__ is not None
+    assert not prepared._future.cancelled()

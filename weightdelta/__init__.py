@@ -26,8 +26,9 @@ if TYPE_CHECKING:
         StopError,
         WeightDeltaError,
     )
+    from weightdelta.preparation import Preparation
     from weightdelta.publisher import Publication, Publisher
-    from weightdelta.receiver import Preparation, Receiver
+    from weightdelta.receiver import Receiver
     from weightdelta.state import StateSource
     from weightdelta.stats import ApplyStats, PrepareStats, PublishStats
     from weightdelta.store import Store
@@ -38,7 +39,7 @@ _HOMES = {
     "ApplyStats": "weightdelta.stats",
     "Config": "weightdelta.config",
     "InputError": "weightdelta.errors",
-    "Preparation": "weightdelta.receiver",
+    "Preparation": "weightdelta.preparation",
     "PrepareStats": "weightdelta.stats",
     "Publication": "weightdelta.publisher",
     "PublishStats": "weightdelta.stats",

@@ -7,9 +7,9 @@ finishes it); DIRTY, when the weights belong to no version and have to be reload
 import threading
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -32,55 +32,16 @@ from weightdelta.errors import (
 from weightdelta.fetch import Fetched, Tally, fetch_path
 from weightdelta.log import Log
 from weightdelta.placement import Resident, place
+from weightdelta.preparation import Preparation, Step
 from weightdelta.recognition import recognize
 from weightdelta.site import Site
 from weightdelta.staging import Stagers, Staging, sites_of
 from weightdelta.state import State, Tensors, find_aliases, read_state
-from weightdelta.stats import ApplyStats, PrepareStats
+from weightdelta.stats import ApplyStats
 from weightdelta.store import Store
 from weightdelta.versions import Hop, check_target, find_path
 
 Phase = Literal["CLEAN", "APPLYING", "DIRTY"]
-
-
-@dataclass(slots=True)
-class _Step:
-    """A prepared move from one version to another, and the tensor digests of both."""
-
-    start: int
-    end: int
-    staged: Staging
-    before: U64
-    after: U64
-    stats: PrepareStats
-
-    @property
-    def changed(self) -> int:
-        return self.staged.changed
-
-
-class Preparation:
-    """A preparation under way; ``wait`` returns its stats."""
-
-    def __init__(self, future: "Future[_Step]") -> None:
-        self._future = future
-
-    def done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return self._future.done()
-
-    def wait(self, timeout: float | None = None) -> PrepareStats:
-        """Block until the delta is staged.
-
-        Raises:
-            WeightDeltaError: Why it failed; the weights were not touched.
-            NotPrepared: ``release``, ``rollback``, ``attach`` or ``close`` dropped it.
-            TimeoutError: Not ready within ``timeout`` seconds; it goes on.
-        """
-        try:
-            return self._future.result(timeout).stats
-        except CancelledError:
-            raise NotPrepared("this preparation was dropped before it started") from None
 
 
 class Receiver:
@@ -130,8 +91,8 @@ class Receiver:
         self._turn = threading.Lock()  # one long operation at a time; taken before a pause
         self._lock = threading.Lock()  # the fields below; never held for long but by that one
         self._preparation: Preparation | None = None
-        self._undo: _Step | None = None
-        self._moving: tuple[_Step, bool] | None = None
+        self._undo: Step | None = None
+        self._moving: tuple[Step, bool] | None = None
         self._prepared = 0
         self._phase: Phase = "DIRTY"
         self._closed = False
@@ -208,7 +169,7 @@ class Receiver:
                 raise Busy("prepare: another preparation is running; wait for it")
             self._refuse_moved()
             self._drop_preparation()
-            self._preparation = Preparation(self._background.submit(self._prepare, version, ref))
+            self._preparation = Preparation(self._background, partial(self._prepare, version, ref))
             return self._preparation
 
     def apply(self) -> ApplyStats:
@@ -229,7 +190,7 @@ class Receiver:
             self._refuse_unclean()
             if self._preparation is None or not self._preparation.done():
                 raise NotPrepared("apply: expected a prepared version, found none; call prepare()")
-            step = self._preparation._future.result()
+            step = self._preparation.step()
             if step.start != self._version:
                 raise NotPrepared(
                     f"apply: prepared from version {step.start}, the weights are now "
@@ -245,7 +206,7 @@ class Receiver:
             NotPrepared: No apply to undo; ``prepare(version=...)`` goes back any distance.
         """
         if self._undo is not None and (running := self._preparation) is not None:
-            running._future.cancel()
+            running.cancel()
             self._let_end(running)
         with self._turn, self._pause() as started, self._lock:
             self._refuse_unclean()
@@ -291,7 +252,7 @@ class Receiver:
     def _let_end(running: Preparation | None) -> None:
         """Wait for a preparation before anything stands still or is locked."""
         if running is not None:
-            wait([running._future])
+            running.end()
 
     @contextmanager
     def _pause(self) -> Iterator[float]:
@@ -300,7 +261,7 @@ class Receiver:
 
     # -- preparation -------------------------------------------------------------------------
 
-    def _prepare(self, version: int | None, ref: str | None) -> _Step:
+    def _prepare(self, version: int | None, ref: str | None) -> Step:
         started = time.monotonic()
         self._log.refresh()
         end = self._target(version, ref)
@@ -330,7 +291,7 @@ class Receiver:
         stats = staged.stats(
             hops=len(path), start=self._version, end=end, tally=tally, began=started
         )
-        return _Step(self._version, end, staged, self._table, table, stats)
+        return Step(self._version, end, staged, self._table, table, stats)
 
     def _fetch(self, path: Sequence[Hop]) -> Generator[Fetched, None, None]:
         return fetch_path(
@@ -376,7 +337,7 @@ class Receiver:
 
     # -- state -------------------------------------------------------------------------------
 
-    def _move(self, step: _Step, *, back: bool, started: float) -> ApplyStats:
+    def _move(self, step: Step, *, back: bool, started: float) -> ApplyStats:
         start, end = (step.end, step.start) if back else (step.start, step.end)
         changed = step.changed
         storing = time.monotonic()
@@ -402,7 +363,7 @@ class Receiver:
             integrity=self.integrity,
         )
 
-    def _arrive(self, step: _Step, *, back: bool) -> None:
+    def _arrive(self, step: Step, *, back: bool) -> None:
         """Note that a move is complete; what it leaves behind cannot be applied any more."""
         older, moved = self._undo, step.start != step.end
         self._version = step.start if back else step.end
@@ -492,8 +453,5 @@ class Receiver:
     def _drop_preparation(self) -> None:
         """Forget a preparation; one that runs reads the weights, so it has to end first."""
         dropped, self._preparation = self._preparation, None
-        if dropped is None or dropped._future.cancel():
-            return
-        if dropped._future.exception() is None:
-            # The caller may keep the Preparation; it must not keep the staged values.
-            dropped._future.result().staged.clear()
+        if dropped is not None:
+            dropped.drop()

@@ -62,6 +62,8 @@ def _pack(index: Any, start: Any, length: Any, counts: Any, gaps: Any, bitmap: A
     for c in range(len(start)):
         low, n = start[c], length[c]
         k = np.int64(0)
+        if at < len(index) and index[at] < low:  # between two chunks
+            return gap, bit, np.int64(-1)
         while at + k < len(index) and index[at + k] < low + n:
             k += 1
         counts[c] = k
@@ -118,7 +120,7 @@ def changes_of(
         total += int(found)
         if b < 0 or total > most:
             return None
-        parts.append((index[:found], values[:found]))
+        parts.append((index[:found], values[:found].copy()))
     if len(parts) == 1:
         return parts[0]
     none = np.empty(0, np.uint32), np.empty(0, UINTS[width])

@@ -2,10 +2,10 @@
 
 A GPU's decoder trusts its input: it reads and writes outside its buffers for some damaged
 blocks. Those that it is given have been walked here first. A sound block gives exactly the bytes
-that its place calls for, and no copy reaches before its beginning.
+that its place calls for, no copy reaches before its beginning, and it ends as its format demands.
 """
 
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +14,13 @@ from weightdelta.kernels.compiled import jit
 
 U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
+
+#: How an LZ4 block ends, by its format: so many bytes are literals, and the last match starts at
+#: least so far from the end. Decoders that read ahead rely on it, and refuse others.
+_LITERALS: Final = 5
+_FAR: Final = 12
+#: Bytes that follow the tag of a long Snappy literal, whatever its length takes: likewise.
+_LONG: Final = 4
 
 
 @jit
@@ -78,7 +85,7 @@ def _snappy(data: Any, at: Any, end: Any, length: Any, fill: Any, out: Any, mark
             count = (token >> 2) + 1
             more = count - 60
             if more > 0:
-                if at + more > end:
+                if at + _LONG > end:
                     return np.int64(-1)
                 count = _little(data, at, more) + 1
                 at += more
@@ -134,12 +141,12 @@ def _lz4(data: Any, at: Any, end: Any, length: Any, fill: Any, out: Any, marks: 
         done += count
         if at == end:  # the last sequence is a literal alone
             return held if done == length else np.int64(-1)
-        if at + 2 > end:
+        if at + 2 + 1 + _LITERALS > end or done + _FAR > length:
             return np.int64(-1)
         offset = _little(data, at, 2)
         count, at = _lz4_length(data, at + 2, end, token & 15)
         count += 4
-        if at > end or offset < 1 or offset > done or done + count > length:
+        if at > end or offset < 1 or offset > done or done + count + _LITERALS > length:
             return np.int64(-1)
         if fill:
             held = _copied(out, done, offset, count, marks, held)
