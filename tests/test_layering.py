@@ -38,7 +38,7 @@ LAYERS: tuple[str, ...] = (
     "steps fence live windows mirror capture_device capture replicas encode job skew publish "
     "versions fetch sharing placement recognition decode_batch decode pages apply pieces "
     "block_memory block_groups apply_blocks site fold device_lists device_staged stage_blocks "
-    "stage_device staging",
+    "stage_device staging preparation",
     # L5: what users hold
     "session publisher engines engines.transformers receiver",
     # L6: what people run
