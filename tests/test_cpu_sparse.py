@@ -83,8 +83,6 @@ def test_changes_and_planes_are_those_of_the_mask(
     """Also where changes are so many that room for them has to be made again."""
     chunks = segments([CHUNK + 33, 7, 0, 2 * CHUNK, 641, CHUNK - 1])
     mask = a_mask(int(chunks.length.sum()), width=width, share=share, seed=width)
-    if ours and share == 1.0:
-        pytest.skip("our encoder is for sparse blocks")
     blocks = packed(mask, inner, ours=ours)
     index, values = found_in(blocks, width=width)
     assert index.tolist() == np.flatnonzero(mask).tolist()

@@ -286,7 +286,7 @@ class Receiver:
             staged = self._finish(stager)
             self._check_digest(table, end)
         except BaseException:
-            stager.clear()  # an error that is kept would keep all of it
+            stager.clear()  # what was lent is for the next one, also while this error is kept
             raise
         stats = staged.stats(
             hops=len(path), start=self._version, end=end, tally=tally, began=started

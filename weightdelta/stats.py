@@ -90,7 +90,8 @@ class PrepareStats(Stats):
     """One preparation: the path taken and what was fetched and staged.
 
     Attributes:
-        decode_s: Time for decoding, and for the dry run of what lies in host memory.
+        fetch_s: Time until the last frame was there; decoding begins with the first.
+        decode_s: What decoding, and the dry run of what lies in host memory, took beside that.
         stage_s: Time for handing planes to devices and waiting for their dry run.
         device_bytes: Device memory that staged values wait in, and slots for raw blocks.
         pinned_bytes: Pinned host memory that staged values wait in, to be streamed in the pause.
