@@ -52,6 +52,17 @@ def test_any_frame(case: Case, shifts: tuple[int, int]) -> None:
     encodes(triton_ops, case.old, case.new, chunks=case.chunks, xor=case.xor, shifts=at)
 
 
+@pytest.mark.parametrize("width", WIDTHS)
+def test_tiles_in_which_all_has_changed(width: int) -> None:
+    """Every count and rank is as large as it gets, but what changes has room in its unit's row."""
+    tile = 8 * 32 * 8 // width
+    chunks = segments([17 * tile + 5, 3 * tile])
+    old = random_elements(20 * tile + 5, width=width, seed=1)
+    stretch = np.arange(tile - 3, 2 * tile + 1)
+    where = np.r_[stretch, 4 * tile + 9, 18 * tile : 19 * tile + 7]
+    encodes(triton_ops, old, change(old, where, seed=2), chunks=chunks, shifts=(width % 8,) * 2)
+
+
 def test_units_that_overflow_spill_without_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """Crowded changes in gap form outgrow a unit's row of scratch."""
     monkeypatch.setattr(triton_scan, "_SCRATCH", 0)

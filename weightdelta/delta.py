@@ -19,6 +19,7 @@ from weightdelta.config import Config
 from weightdelta.digest import U64
 from weightdelta.errors import DamagedObject, UnsupportedFormat
 from weightdelta.frame import Frame, FramePlan, Segment, chunks_of
+from weightdelta.hashing import U8, hash_pieces
 from weightdelta.index import HASH_BYTES, Index
 from weightdelta.kernels import ops
 from weightdelta.kernels.planes import Chunks, Elements, Planes
@@ -201,7 +202,14 @@ class DeltaReader:
         return [(s.frames, pool.submit(self._read, delta, s)) for s in spans(delta, frames)]
 
     def _read(self, delta: Delta, span: Span) -> list[Item]:
-        return list(self._verified(delta, span, self._span(span)))
+        data = self._span(span)
+        index, at = delta.index, np.array(span.frames)
+        low = index.offsets[at] - span.start
+        found = hash_pieces(np.frombuffer(data, np.uint8), low, index.lengths[at])
+        _require_equal(found[:, :HASH_BYTES], index.hashes[at], delta, span)
+        view, ends = memoryview(data), (low + index.lengths[at]).tolist()
+        bounds = zip(low.tolist(), ends, strict=True)
+        return [(f, view[i:j]) for f, (i, j) in zip(span.frames, bounds, strict=True)]
 
     def _span(self, span: Span) -> bytes:
         data = self.store.read(
@@ -214,22 +222,6 @@ class DeltaReader:
             )
         return data
 
-    def _verified(self, delta: Delta, span: Span, data: bytes) -> Iterator[Item]:
-        index, view, at = delta.index, memoryview(data), np.array(span.frames)
-        low = index.offsets[at] - span.start
-        bounds = zip(low.tolist(), (low + index.lengths[at]).tolist(), strict=True)
-        hashes = index.hashes[at].tobytes()
-        for i, (frame, (begin, end)) in enumerate(zip(span.frames, bounds, strict=True)):
-            part = view[begin:end]
-            found = blake3(part).digest(length=HASH_BYTES)
-            expected = hashes[i * HASH_BYTES : (i + 1) * HASH_BYTES]
-            if found != expected:
-                raise DamagedObject(
-                    f"{delta.where(frame)}: expected BLAKE3 {expected.hex()}, "
-                    f"found {found.hex()}; the object is damaged"
-                )
-            yield frame, part
-
     def _hashed(self, name: str, digest: str, *, limit: int, size: int | None = None) -> bytes:
         """An object's bytes, of which never more than ``limit`` or a known ``size`` are read."""
         if size is not None and size > limit:
@@ -241,6 +233,16 @@ class DeltaReader:
         if found != digest:
             raise DamagedObject(f"{name}: expected BLAKE3 {digest}, found {found}")
         return data
+
+
+def _require_equal(found: U8, expected: U8, delta: Delta, span: Span) -> None:
+    wrong = np.flatnonzero((found != expected).any(axis=1))
+    if len(wrong):
+        i = int(wrong[0])
+        raise DamagedObject(
+            f"{delta.where(span.frames[i])}: expected BLAKE3 {bytes(expected[i]).hex()}, "
+            f"found {bytes(found[i]).hex()}; the object is damaged"
+        )
 
 
 def _codecs(entry: VersionEntry) -> set[Codec]:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 import numpy.typing as npt
-from blake3 import blake3
 
 from weightdelta.baseline import Baseline, EncodedFrame
 from weightdelta.codecs.batch import encode_frames
@@ -15,6 +14,8 @@ from weightdelta.codecs.names import DEFAULT, Codec, Values
 from weightdelta.codecs.registry import decode_frame, encode_frame
 from weightdelta.config import Config
 from weightdelta.digest import U64
+from weightdelta.hashing import hash_each
+from weightdelta.index import HASH_BYTES
 from weightdelta.kernels import ops
 from weightdelta.kernels.planes import UINTS, Chunks
 
@@ -101,7 +102,9 @@ def _rehearse(width: int, codecs: Iterable[Codec], values: Values) -> None:
         new[list(changed)] = list(changed.values())
         planes, _ = ops().encode(old, new, chunks=_FEW, xor=xor)
         ops().expand(planes, chunks=_FEW)
-        encode_frames([planes, planes], width=width, values=values)
+        hash_each(
+            [data for data, _ in encode_frames([planes] * 2, width=width, values=values) or ()]
+        )
         for codec in codecs:
             data, sizes = encode_frame(planes, codec=codec, chunks=_FEW, width=width, values=values)
             found = decode_frame(
@@ -169,17 +172,18 @@ def _encode(
             )
             for item, codec in zip(group, codecs, strict=True)
         ]
+    digests = hash_each([data for data, _ in encoded])
     return [
         EncodedFrame(
             frame=item.frame,
             codec=codec,
             data=data,
             sizes=sizes,
-            digest=blake3(data).digest(length=16),
+            digest=bytes(digest[:HASH_BYTES]),
             digest_change=item.digest_change,
             changed=item.planes.changed,
         )
-        for item, codec, (data, sizes) in zip(group, codecs, encoded, strict=True)
+        for item, codec, (data, sizes), digest in zip(group, codecs, encoded, digests, strict=True)
     ]
 
 

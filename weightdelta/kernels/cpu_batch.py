@@ -149,13 +149,13 @@ def escapes(raw: U8, starts: I64, *, values: I64) -> I64 | None:
 
 @jit
 def _unpack_all(
-    raw: Any, starts: Any, zeros: Any, escaped: Any, ends: Any, bounds: Any, z: Any, out: Any
+    raw: Any, starts: Any, zeros: Any, escaped: Any, ends: Any, bounds: Any, small: Any, out: Any
 ) -> None:
     for f in range(len(starts)):
         part = out[bounds[f] : bounds[f + 1]]
         size = (len(part) + 1) // 2
         nibbles = raw[starts[f] : starts[f] + size] if starts[f] >= 0 else zeros[:size]
-        _unpack(nibbles, escaped[ends[f] : ends[f + 1]], z, part)
+        _unpack(nibbles, escaped[ends[f] : ends[f + 1]], small, part)
 
 
 def unpack(raw: U8, starts: I64, *, escaped: Elements, ends: I64, bounds: I64) -> Elements:
@@ -171,8 +171,8 @@ def unpack(raw: U8, starts: I64, *, escaped: Elements, ends: I64, bounds: I64) -
     out = np.empty(int(bounds[-1]), escaped.dtype)
     most = int(np.diff(bounds).max(initial=0))
     zeros = np.zeros((most + 1) // 2 if bool((starts < 0).any()) else 0, np.uint8)
-    z = scratch.get("before", BLOCK, escaped.dtype)
-    _unpack_all(raw, starts, zeros, escaped, ends, bounds, z, out)
+    small = scratch.get("small", 16, escaped.dtype)
+    _unpack_all(raw, starts, zeros, escaped, ends, bounds, small, out)
     return out
 
 

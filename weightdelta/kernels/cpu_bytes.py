@@ -83,30 +83,34 @@ def count_escapes(nibbles: U8, *, count: int) -> int:
 
 
 @jit
-def _unpack(nibbles: Any, escapes: Any, z: Any, out: Any) -> None:
-    done = 0
-    for lo in range(0, len(out), BLOCK):
-        hi = min(lo + BLOCK, len(out))
-        part = nibbles[lo // 2 : (hi + 1) // 2]
-        for i in range(len(part)):
-            z[2 * i] = part[i] & 15
-            z[2 * i + 1] = part[i] >> 4
-        if done < len(escapes):
-            for i in range(hi - lo):
-                if z[i] == 15:
-                    z[i] = escapes[done]
-                    done += 1
-        block = out[lo:hi]
-        for i in range(hi - lo):
-            odd = np.uint64(z[i]) & ONE  # z = 2m + 1 is m + 1, and z = 2m is -m - 1
-            block[i] = ((np.uint64(z[i]) >> ONE) ^ (odd - ONE)) + odd
+def _unzigzag(z: Any) -> Any:
+    """The difference of a uint64 ``z``: 2m + 1 is m + 1, and 2m is -m - 1."""
+    odd = z & ONE
+    return ((z >> ONE) ^ (odd - ONE)) + odd
+
+
+@jit
+def _unpack(nibbles: Any, escapes: Any, small: Any, out: Any) -> None:
+    """Values of nibbles; ``small`` has room for those that no escape stands for."""
+    for i in range(16):
+        small[i] = _unzigzag(np.uint64(i))
+    for i in range(len(out) // 2):
+        out[2 * i] = small[nibbles[i] & 15]
+        out[2 * i + 1] = small[nibbles[i] >> 4]
+    if len(out) % 2:
+        out[len(out) - 1] = small[nibbles[len(out) // 2] & 15]
+    if len(escapes):
+        done = 0
+        for i in range(len(out)):
+            if (nibbles[i // 2] >> (4 * (i & 1))) & 15 == 15:
+                out[i] = _unzigzag(np.uint64(escapes[done]))
+                done += 1
 
 
 def unpack_nibbles(nibbles: U8, escapes: Elements, *, count: int) -> Elements:
     """See ``reference.unpack_nibbles``."""
     out = np.empty(count, escapes.dtype)
-    z = scratch.get("before", BLOCK, escapes.dtype)
-    _unpack(nibbles, escapes, z, out)
+    _unpack(nibbles, escapes, scratch.get("small", 16, escapes.dtype), out)
     return out
 
 

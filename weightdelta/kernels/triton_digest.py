@@ -155,7 +155,7 @@ def _digest(
             bits = tl.load(values + at + lane, mask=inside, other=0)
         hashes = h(terms(lane, block, key, skip + at, run, stride), widened(bits, width))
         summed += tl.where(inside, hashes, 0)
-    tl.atomic_add(out, tl.sum(summed.to(tl.int64, bitcast=True), 0))
+    tl.atomic_add(out, tl.sum(summed.to(tl.int64, bitcast=True), 0), sem="relaxed")
 
 
 def digest(values: torch.Tensor, *, key: int, skip: int, run: int, stride: int) -> torch.Tensor:

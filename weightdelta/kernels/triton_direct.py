@@ -72,7 +72,7 @@ def _direct(
                     )  # fmt: skip
                     sums += tl.where(hit > 0, h_change(term, a, b, width), 0)
             if digest:
-                tl.atomic_add(change + c, tl.sum(sums, 0))
+                tl.atomic_add(change + c, tl.sum(sums, 0), sem="relaxed")
 
 
 @stable("pieces", "chunks")

@@ -29,23 +29,24 @@ from weightdelta.kernels.triton_direct import bitmaps, direct
 from weightdelta.kernels.triton_scan import Units, record_at, scan
 from weightdelta.kernels.triton_units import GAPS, SPILLS, VALUES, Totals, begin_of, forms
 
-#: Changes that a program of ``_pack`` takes at a time, its warps, and programs a chunk, when chunks
-#: have few changes and when they have more.
-_PACK: Final = ((128, 1, 1), (256, 2, 4))
+#: Changes that a program of ``_pack`` takes at a time, all of a chunk's units together or one unit,
+#: and its warps: when chunks have few changes and when they have more.
+_FEW: Final = (128, 1)
+_MANY: Final = (256, 1)
 
 
 @triton.jit
-def _entry(j: tensor, tally: tensor, capacity: tensor, per_chunk: tl.constexpr) -> tensor:
-    """Place in a chunk's rows of scratch of its change number ``j``, in order."""
-    u = tl.zeros(j.shape, tl.int32)
-    base = tl.zeros(j.shape, tl.int32)
-    total = 0
-    for s in tl.static_range(per_chunk - 1):
-        total += tl.load(tally + s)
-        later = j >= total
-        u += later.to(tl.int32)
-        base = tl.where(later, total, base)
-    return u * capacity + j - base
+def _before(
+    tally: tensor, records: tensor, u: tensor, capacity: tensor, per_chunk: tl.constexpr
+) -> tuple[tensor, tensor]:
+    """Of units ``u`` of a chunk: changes in those before, and where the last of them is, or -1."""
+    other = tl.arange(0, per_chunk)[None, :]
+    found = tl.load(tally + other)
+    earlier = (other < u) & (found > 0)
+    base = tl.sum(tl.where(earlier, found, 0), 1)[:, None]
+    last = tl.max(tl.where(earlier, other * capacity + found - 1, -1), 1)[:, None]
+    position = tl.load(records + last, mask=last >= 0, other=0).to(tl.int32) & 0xFFFF
+    return base, tl.where(last >= 0, position, -1)
 
 
 @stable("chunks", "capacity")
@@ -55,37 +56,42 @@ def _pack(
     capacity: tensor,
     gaps: tensor, values: tensor, change: tensor,
     width: tl.constexpr, xor: tl.constexpr, digest: tl.constexpr, per_chunk: tl.constexpr,
-    block: tl.constexpr, parts: tl.constexpr,
+    units: tl.constexpr, block: tl.constexpr,
 ) -> None:  # fmt: skip
+    parts: tl.constexpr = per_chunk // units
     c = tl.program_id(0) // parts
-    k = tl.load(counts + c)
-    sums = tl.zeros((block,), tl.int64)
-    if (k > 0) & (tl.load(sizes + SPILLS * chunks + c) == 0):
+    sums = tl.zeros((units, block), tl.int64)
+    if (tl.load(counts + c) > 0) & (tl.load(sizes + SPILLS * chunks + c) == 0):
         in_gaps = tl.load(sizes + GAPS * chunks + c) > 0
+        row = c.to(tl.int64) * per_chunk * capacity
+        records += row
+        pairs += 2 * row
+        u = tl.program_id(0) % parts * units + tl.arange(0, units)[:, None]
+        k = tl.load(tally + c * per_chunk + u)
+        base, previous = _before(tally + c * per_chunk, records, u, capacity, per_chunk)
         gap = gaps + begin_of(ends, sizes, c, chunks, GAPS)
         value = values + begin_of(ends, sizes, c, chunks, VALUES)
         n = tl.load(length + c)
-        row = c.to(tl.int64) * per_chunk * capacity
         origin, row_run, row_stride = tl.load(key + c), tl.load(run + c), tl.load(stride + c)
-        column, base = row_of(tl.load(skip + c), row_run, row_stride)
-        for i in range(tl.program_id(0) % parts * block, k, parts * block):
-            j = i + tl.arange(0, block)
+        column, start = row_of(tl.load(skip + c), row_run, row_stride)
+        for i in range(0, tl.max(k), block):
+            j = i + tl.arange(0, block)[None, :]
             inside = j < k
-            at = row + _entry(j, tally + c * per_chunk, capacity, per_chunk)
+            at = u * capacity + j
             p, old, new = record_at(records, pairs, at, inside, width)
-            behind = row + _entry(j - 1, tally + c * per_chunk, capacity, per_chunk)
-            q = tl.load(records + behind, mask=inside & (j > 0), other=0)
-            q = tl.where(j > 0, q.to(tl.int32) & 0xFFFF, -1)
-            tl.store(gap + j, (p - q - 1).to(tl.int16), mask=inside & in_gaps)
-            tl.store(value + j, (new ^ old) if xor else (new - old), mask=inside)
+            q = tl.load(records + at - 1, mask=inside & (j > 0), other=0).to(tl.int32) & 0xFFFF
+            q = tl.where(j > 0, q, previous)
+            tl.store(gap + (base + j), (p - q - 1).to(tl.int16), mask=inside & in_gaps)
+            tl.store(value + (base + j), (new ^ old) if xor else (new - old), mask=inside)
             if digest:
-                term = origin + in_row(p, n, column, base, row_run, row_stride)
+                term = origin + in_row(p, n, column, start, row_run, row_stride)
                 found = h_change(term.to(tl.uint64, bitcast=True), old, new, width)
                 sums += tl.where(inside, found, 0)
+    total = tl.sum(tl.sum(sums, 1), 0)
     if parts == 1:
-        tl.store(change + c, tl.sum(sums, 0))
-    else:
-        tl.atomic_add(change + c, tl.sum(sums, 0))
+        tl.store(change + c, total)
+    elif digest:
+        tl.atomic_add(change + c, total, sem="relaxed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,13 +141,15 @@ class Encoding:
 
     def _pack(self, planes: DevicePlanes, change: torch.Tensor, *, xor: bool, digest: bool) -> None:
         units, chunks = self.units, self.chunks
-        block, warps, parts = _PACK[len(planes.values) > 2 * _PACK[0][0] * len(chunks)]
-        _pack[(len(chunks) * parts,)](
+        whole = len(planes.values) <= 2 * _FEW[0] * len(chunks)
+        count = units.per_chunk if whole else 1
+        block, warps = _FEW if whole else _MANY
+        _pack[(len(chunks) * units.per_chunk // count,)](
             units.tally, units.records, units.pairs, self.counts, self.sizes, self.ends,
             chunks.length, chunks.key, chunks.skip, chunks.run, chunks.stride,
             len(chunks), units.capacity, planes.gaps, planes.values, change,
-            width=units.width, xor=xor, digest=digest, per_chunk=units.per_chunk, block=block,
-            parts=parts, num_warps=warps,
+            width=units.width, xor=xor, digest=digest, per_chunk=units.per_chunk, units=count,
+            block=max(block // count, 8), num_warps=warps,
         )  # fmt: skip
 
 

@@ -27,30 +27,40 @@ _SCRATCH: Final = 192 << 20
 
 
 @triton.jit
-def _part(lanes: tensor, slot: tensor, width: tl.constexpr, lane: tl.constexpr) -> tensor:
-    """Element number ``slot`` of each lane, zero-extended if a lane has several."""
-    part = lanes
+def _flags(x: tensor, width: tl.constexpr, lane: tl.constexpr) -> tensor:
+    """A bit for each element of a lane that is not zero, int32."""
+    bits = (x != 0).to(tl.int32)
     if lane > width:
-        part = (lanes >> (8 * width * slot)) & ((1 << (8 * width)) - 1)
-    return part
+        ones: tl.constexpr = ((1 << 64) - 1) // ((1 << (8 * width)) - 1)
+        low: tl.constexpr = ones * ((1 << (8 * width - 1)) - 1)
+        top = ((x & low) + low) | x  # the top bit of each element
+        bits = tl.zeros(x.shape, tl.int32)
+        for s in tl.static_range(lane // width):
+            bits |= ((top >> (8 * width * (s + 1) - 1 - s)) & (1 << s)).to(tl.int32)
+    return bits
 
 
 @triton.jit
-def _changes(x: tensor, width: tl.constexpr, lane: tl.constexpr) -> tensor:
-    """How many elements of each lane are not zero, int32."""
-    each = tl.zeros(x.shape, tl.int32)
-    for s in tl.static_range(lane // width):
-        each += (_part(x, s, width, lane) != 0).to(tl.int32)
-    return each
+def _counts(todo: tensor, columns: tl.constexpr) -> tensor:
+    """How many of its bits a thread has in each column, int64: 8 fields of 8 bits, or 4 of 16.
+
+    Columns 0, 2, 4 and 6 are in the low half, the others in the high half.
+    """
+    found = todo - ((todo >> 1) & 0x55555555)
+    found = (found & 0x33333333) + ((found >> 2) & 0x33333333)
+    if columns == 4:
+        found = (found + (found >> 4)) & 0x0F0F0F0F
+        even, odd = found & 0x00FF00FF, (found >> 8) & 0x00FF00FF
+    else:
+        even, odd = found & 0x0F0F0F0F, (found >> 4) & 0x0F0F0F0F
+    return even.to(tl.int64) | odd.to(tl.int64) << 32
 
 
 @triton.jit
-def _first(x: tensor, width: tl.constexpr, lane: tl.constexpr) -> tensor:
-    """Which element of each lane is the first that is not zero."""
-    slot = tl.zeros(x.shape, tl.int32)
-    for s in tl.static_range(1, lane // width):
-        slot += ((x & ((1 << (8 * width * s)) - 1)) == 0).to(tl.int32)
-    return slot
+def _lowest(bits: tensor) -> tensor:
+    """Which bit of each power of two is set: the exponent that it has as a float."""
+    exact = bits.to(tl.uint32, bitcast=True).to(tl.float32)
+    return (exact.to(tl.int32, bitcast=True) >> 23) - 127
 
 
 @triton.jit
@@ -69,30 +79,58 @@ def _within(x: tensor, j: tensor, lead: tensor, size: tensor, wide: tl.constexpr
 @triton.jit
 def _summed(words: tensor) -> tensor:
     """Sum of int64 words whose halves do not overflow; a sum of 32 bits is one instruction."""
-    low = tl.sum(words.to(tl.int32), 0).to(tl.int64)
-    return low | (tl.sum((words >> 32).to(tl.int32), 0).to(tl.int64) << 32)
+    low = tl.sum(words.to(tl.uint32), 0).to(tl.int64)
+    return low | (tl.sum((words >> 32).to(tl.uint32), 0).to(tl.int64) << 32)
 
 
 @triton.jit
-def _rank(each: tensor, columns: tl.constexpr) -> tuple[tensor, tensor]:
-    """Sum of what stands before each of ``each`` [32, columns], column after column; and of all.
+def _most(counts: tensor, columns: tl.constexpr) -> tensor:
+    """Bits of the thread that has most."""
+    both = (counts + (counts >> 32)).to(tl.int32)
+    both += both >> 16
+    if columns == 8:
+        both += both >> 8
+    return tl.max(both & 63, 0)
 
-    No entry is above 8, and there are eight columns at most: so a row fits in the bytes of one
-    word, whose scan over 32 threads serves all columns. What stands before a row in its column is
-    248 at most; carries of the row itself go when it is taken off. Sums of whole columns need 16
-    bits: even and odd columns have a word each.
+
+@triton.jit
+def _ranks(counts: tensor, columns: tl.constexpr) -> tuple[tensor, tensor, tensor]:
+    """What stands before a thread's bits in each column, column after column; and all bits.
+
+    Returns:
+        Two words of four ranks, for ``_rank``: of columns 0, 4, 1, 5 and 2, 6, 3, 7; or of columns
+        0, 2, 1, 3 and nothing; and the sum.
     """
-    column = tl.arange(0, columns)[None, :]
-    shift = (8 * column).to(tl.int64)
-    packed = tl.sum(each.to(tl.int64) << shift, 1)
-    before = tl.cumsum(packed, 0) - packed
-    even = _summed(packed & 0x00FF00FF00FF00FF)
-    both = even + _summed((packed >> 8) & 0x00FF00FF00FF00FF)
-    earlier = both * 0x0001000100010000
-    pair = 16 * (column // 2).to(tl.int64)
-    start = (earlier >> pair) + tl.where(column % 2 > 0, even >> pair, 0)
-    rank = (before[:, None] >> shift) & 255
-    return (rank + (start & 0xFFFF)).to(tl.int32), ((earlier + both) >> 48).to(tl.int32) & 0xFFFF
+    ones: tl.constexpr = 0x00FF00FF00FF00FF
+    before = tl.cumsum(counts, 0) - counts  # at most 31 * 4 in 8 bits
+    all = _summed(counts)
+    first, second, total = before, before, all
+    if columns == 8:
+        first, second = before & ones, (before >> 8) & ones
+        total = (all & ones) + ((all >> 8) & ones)
+    # Both halves of 32 bits hold a column of each half of the columns.
+    summed = (total + (total >> 32)) & 0xFFFFFFFF
+    start = (summed << 16) & 0xFFFFFFFF
+    even = start
+    odd = start + (all & 0x00FF00FF if columns == 8 else all & 0xFFFFFFFF)
+    first += even | odd << 32
+    if columns == 8:
+        even = odd + ((all >> 32) & 0x00FF00FF)
+        odd = even + ((all >> 8) & 0x00FF00FF)
+        second += even | odd << 32
+    return first, second, ((summed & 0xFFFF) + (summed >> 16)).to(tl.int32)
+
+
+@triton.jit
+def _rank(first: tensor, second: tensor, column: tensor, columns: tl.constexpr) -> tensor:
+    """A thread's rank in ``column``, of those that ``_ranks`` gives."""
+    if columns == 8:
+        first = tl.where(column & 2 > 0, second, first)
+        half = column >> 2
+    else:
+        half = column >> 1
+    shift = 32 * (column & 1) + 16 * half
+    return (first >> shift.to(tl.int64)).to(tl.int32) & 0xFFFF
 
 
 @triton.jit
@@ -132,33 +170,63 @@ def record_at(
 
 
 @triton.jit
-def _note(
-    records: tensor, pairs: tensor, rank: tensor, place: tensor, a: tensor, x: tensor,
-    each: tensor, width: tl.constexpr, lane: tl.constexpr,
-) -> None:  # fmt: skip
-    """Note the elements of ``a`` where ``x`` is not zero, those of lane i from ``rank[i]`` on.
+def _picked(lanes: tensor, column: tensor, columns: tl.constexpr) -> tensor:
+    """Each thread's lane in its ``column``."""
+    if columns == 8:
+        even, odd = tl.split(tl.reshape(lanes, (32, 4, 2)))
+        lanes = tl.where((column & 1)[:, None] > 0, odd, even)
+        column = column >> 1
+    even, odd = tl.split(tl.reshape(lanes, (32, 2, 2)))
+    lanes = tl.where((column & 1)[:, None] > 0, odd, even)
+    even, odd = tl.split(lanes)
+    return tl.where(column & 2 > 0, odd, even)
 
-    One of each lane at a time: few lanes have a second. Unrolled over the elements of a lane it
-    would take so many registers that too few programs fit.
+
+@triton.jit
+def _note(
+    records: tensor, pairs: tensor, a: tensor, b: tensor, place: tensor, todo: tensor,
+    most: tensor, first: tensor, second: tensor,
+    width: tl.constexpr, count: tl.constexpr, columns: tl.constexpr,
+) -> None:  # fmt: skip
+    """Note a tile's changed elements, one of each thread at a time.
+
+    Few have changed, so a thread looks for them in its bits, instead of going through all that it
+    holds. ``a`` and ``b`` are old and new lanes, of ``count`` elements each, the first of them at
+    ``place`` in the chunk; ``todo`` has 32 // columns bits of each column, ``most`` of them in some
+    thread; ``first`` and ``second`` are the ranks that ``_ranks`` gives.
     """
-    for _ in range(tl.max(tl.max(each, 1), 0)):
-        slot = _first(x, width, lane)
-        mine, before = _part(x, slot, width, lane), _part(a, slot, width, lane)
-        put_record(records, pairs, rank, place + slot, before, before ^ mine, mine != 0, width)
-        if lane > width:
-            x ^= mine << (8 * width * slot)
-        rank += 1
+    log: tl.constexpr = 3 if columns == 4 else 2
+    thread = tl.arange(0, 32)
+    column, nth = tl.full((32,), -1, tl.int32), tl.zeros((32,), tl.int32)
+    for _ in range(most):
+        there = todo != 0
+        one = todo & -todo
+        bit = tl.where(there, _lowest(one), 0)
+        nth = tl.where(bit >> log == column, nth + 1, 0)
+        column = bit >> log
+        slot = bit & ((1 << log) - 1)
+        left, right = _picked(a, column, columns), _picked(b, column, columns)
+        if count > 1:
+            left = left >> (8 * width * slot).to(tl.int64)
+            right = right >> (8 * width * slot).to(tl.int64)
+        if width < 8:
+            left, right = left.to(tl.int32), right.to(tl.int32)
+        at = (32 * column + thread) * count + slot
+        rank = _rank(first, second, column, columns) + nth
+        put_record(records, pairs, rank, place + at, left, right, there, width)
+        todo ^= one
 
 
 @stable("misaligned", "capacity")
 def _scan(
     old: tensor, new: tensor, start: tensor, length: tensor, misaligned: tensor,
     tally: tensor, records: tensor, pairs: tensor, capacity: tensor,
-    kind: tl.constexpr, width: tl.constexpr, lane: tl.constexpr, per_chunk: tl.constexpr,
-    unit: tl.constexpr, columns: tl.constexpr,
+    kind: tl.constexpr, width: tl.constexpr, lane: tl.constexpr,
+    per_chunk: tl.constexpr, unit: tl.constexpr, columns: tl.constexpr,
 ) -> None:  # fmt: skip
     old = (old - misaligned).to(tl.pointer_type(kind))
     new = (new - misaligned).to(tl.pointer_type(kind))
+    count: tl.constexpr = lane // width
     # In this order of dimensions Triton gives all of it one layout: a row is a thread.
     lanes = tl.arange(0, 32)[:, None] + 32 * tl.arange(0, columns)[None, :]
     at = tl.program_id(0)
@@ -177,11 +245,16 @@ def _scan(
         if tl.max((tl.reduce_or(x, 1) != 0).to(tl.int32), 0) > 0:
             if (t == 0) | (t + 32 * columns >= last):
                 x = _within(x, j, lead, n * width, lane > width)
-            each = _changes(x, width, lane)
-            rank, total = _rank(each, columns)
+            field = (32 // columns) * tl.arange(0, columns)[None, :]
+            todo = tl.sum(_flags(x, width, lane) << field, 1)
+            counts = _counts(todo, columns)
+            first_ranks, second_ranks, total = _ranks(counts, columns)
             if found + total <= capacity:  # else the chunk spills, and nobody reads the row
-                place = (j * lane - lead) // width
-                _note(records + row, pairs + 2 * row, rank + found, place, a, x, each, width, lane)
+                _note(
+                    records + row + found, pairs + 2 * (row + found),
+                    a, b, (t * lane - lead) // width, todo, _most(counts, columns),
+                    first_ranks, second_ranks, width, count, columns,
+                )  # fmt: skip
             found += total
     tl.store(tally + at, found)
 

@@ -39,6 +39,7 @@ def _scatter(
             seg_run = tl.load(run + c)
             seg_stride = tl.load(stride + c)
             change = tl.zeros((block,), tl.int64)
+            bad = tl.zeros((block,), tl.int32)
             for i in range(0, k, block):
                 j = i + tl.arange(0, block)
                 inside = j < k
@@ -51,15 +52,14 @@ def _scatter(
                 inside = inside & held & (p < n)
                 old = new
                 good = inside
+                # A sector stays until it is stored to, and is of no use to anybody after that.
                 if compare or digest:
-                    found = tl.load(place, mask=inside, other=0)
+                    found = tl.load(place, mask=inside, other=0, eviction_policy="evict_last")
                     old = found
                 if compare:
                     old = tl.load(expected + own + j, mask=inside, other=0)
                     good = inside & ((found == old) | (found == new))
-                    bad = tl.sum((inside & ~good).to(tl.int32), 0)
-                    if bad > 0:
-                        tl.atomic_add(wrong, bad)
+                    bad += (inside & ~good).to(tl.int32)
                 if digest:
                     term = terms(p, n, tl.load(key + c), seg_skip, seg_run, seg_stride)
                     change += tl.where(good, h_change(term, old, new, width), 0)
@@ -67,7 +67,11 @@ def _scatter(
                     # A store beside the load of its sector, still under way, takes the memory
                     # system seven times as long; this one has to wait for what is there.
                     good = good & (found != new)
-                tl.store(place, new, mask=good)
+                tl.store(place, new, mask=good, eviction_policy="evict_first")
+            if compare:
+                worse = tl.sum(bad, 0)
+                if worse > 0:
+                    tl.atomic_add(wrong, worse, sem="relaxed")
             if digest:
                 tl.store(sums + c, tl.load(sums + c) + tl.sum(change, 0))
 
