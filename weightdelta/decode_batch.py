@@ -17,7 +17,7 @@ from weightdelta.index import Index
 from weightdelta.kernels.planes import Chunks, Planes
 
 #: Frames, encoded bytes and bytes of values that one task takes on at most, or one frame.
-_FRAMES: Final = 192
+_FRAMES: Final = 64
 _ENCODED: Final = 4 << 20
 _VALUES: Final = 16 << 20
 

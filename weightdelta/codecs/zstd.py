@@ -96,39 +96,6 @@ def decompress(data: Data, *, size: int, where: str) -> bytes:
     return content
 
 
-def decompress_many(
-    data: npt.NDArray[np.uint8],
-    start: npt.NDArray[np.int64],
-    length: npt.NDArray[np.int64],
-    *,
-    sizes: npt.NDArray[np.int64],
-    out: npt.NDArray[np.uint8],
-) -> bool:
-    """The contents of many frames, one after the other, into ``out``; False when one is damaged.
-
-    Their headers and lengths must have been checked. Releases the interpreter's lock once for all.
-
-    Args:
-        data: uint8, where they lie.
-        start: Where each begins.
-        length: Bytes of each.
-        sizes: Bytes of content of each, as its header says.
-        out: uint8, as many bytes as all content.
-    """
-    if not len(start):
-        return True
-    segments = np.stack([start, length], axis=1).astype("=u8").tobytes()
-    frames = zstandard.BufferWithSegments(data.data, segments)
-    try:
-        found = _contexts.decompressor.multi_decompress_to_buffer(
-            frames, decompressed_sizes=sizes.astype("=u8").tobytes(), threads=1
-        )
-    except zstandard.ZstdError:
-        return False
-    _join(found, sizes, out)
-    return True
-
-
 def compress_many(
     data: npt.NDArray[np.uint8], start: npt.NDArray[np.int64], length: npt.NDArray[np.int64]
 ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
