@@ -146,7 +146,7 @@ def test_frames_come_back_verified_and_in_order(run: Run, threads: int) -> None:
     if threads:
         with ThreadPoolExecutor(threads) as pool:
             coming = run.reader().arriving(delta, range(len(delta.plan)), pool=pool)
-            found = [item for _, job in coming for item in job.result()]
+            found = [item for _, job in coming for item in job.result().items()]
     else:
         found = list(run.reader().frames(delta, range(len(delta.plan))))
     changed = np.flatnonzero(delta.index.changed).tolist()

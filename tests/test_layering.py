@@ -29,8 +29,8 @@ LAYERS: tuple[str, ...] = (
     "codecs.blocks codecs.registry codecs.transcode codecs.engine_memory codecs.decoding "
     "codecs.nvcomp codecs.device_blocks",
     # L2: who owns what, and the records that say so
-    "tensors device_memory state sharding sharding.explicit sharding.dtensor ownership cover "
-    "frame chunk_table index record",
+    "tensors device_memory lent_memory state sharding sharding.explicit sharding.dtensor ownership "
+    "cover frame chunk_table index record",
     # L3: named bytes
     "store_backend store_feed store_errors store_local store_fsspec store_obstore store log base "
     "delta baseline",
@@ -87,7 +87,7 @@ DOORS: dict[str, tuple[str, ...]] = {
 
 #: Below L4, only these may import torch: readers of a store need none.
 TORCH_DOORS = (
-    "tensors device_memory state sharding.dtensor kernels.device kernels.torch_ops "
+    "tensors device_memory lent_memory state sharding.dtensor kernels.device kernels.torch_ops "
     "kernels.triton_digest kernels.triton_units kernels.triton_direct kernels.triton_scan "
     "kernels.triton_encode kernels.triton_places kernels.triton_stage kernels.triton_scatter "
     "kernels.triton_ops "

@@ -9,8 +9,8 @@ import pytest
 import torch
 from small_runs import SmallRun, Weights, all_bits, edit
 
+from weightdelta import decode_batch, lent_memory, stage_device
 from weightdelta import receiver as receiver_module
-from weightdelta import stage_device
 from weightdelta.config import Config
 from weightdelta.decode import Stager
 from weightdelta.decode_batch import decode_all
@@ -81,6 +81,30 @@ def test_every_pair_of_versions(run: SmallRun, start: Follow, device: str) -> No
             assert receiver.scrub() == last
             assert (stats.pinned_bytes > 0) == (stats.changed > 0 and receiver._sites[0].config
                                                 .staging_bytes < 1 << 20)  # fmt: skip
+
+
+@pytest.mark.parametrize("blocks", [0, 1, 24])
+def test_planes_go_down_from_lent_memory_or_through_a_buffer(
+    run: SmallRun, start: Follow, device: str, blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some of a batch, all or none: nobody waits for memory that the waiting one gives back."""
+    monkeypatch.setattr(lent_memory, "BLOCKS", blocks)
+    monkeypatch.setattr(decode_batch, "_FRAMES", 2)
+    lent: list[bool] = []
+
+    def batches(*args: Any, **more: Any) -> Any:
+        for item in decode_all(*args, **more):
+            lent.append(item.lent)
+            yield item
+
+    monkeypatch.setattr(stage_device, "decode_all", batches)
+    model = on(run.model(), device)
+    receiver = start(model, store=run.store)
+    for version in (1, 0, 1, 2):
+        _go(receiver, version)
+        assert all_bits(model) == run.versions[version]
+    assert any(lent) == (blocks > 0)
+    assert receiver.scrub() == 2
 
 
 def test_a_frame_is_decoded_only_for_the_memory_that_its_tensors_lie_in(

@@ -168,16 +168,17 @@ class DeviceCapture:
 
     def _run(self, frames: Sequence[int], live: Live, token: Token, sink: Sink) -> Iterator[Window]:
         """Compare window after window; yields each whose planes have been handed over."""
-        windows = self._plan(frames)
-        coming: deque[_Old] = deque()
+        windows, count = self._plan(frames), max(self._count, 1)
+        coming = deque(self._fetch(w, i, []) for i, w in enumerate(windows[:count]))
         flights: deque[_Flight] = deque()
         free: list[Mark] = []  # where each window's comparison ended
         for i, window in enumerate(windows):
-            for j in range(i + len(coming), min(i + max(self._count, 1), len(windows))):
-                coming.append(self._fetch(windows[j], j, free))
             token.check()
             flights.append(self._compare(window, live, coming.popleft(), self._landing[i % 2]))
             free.append(flights[-1].times[-1])
+            # Before this thread turns to what has landed: the link must not wait for it.
+            following = windows[i + count : i + count + 1]
+            coming.extend(self._fetch(w, i + count, free) for w in following)
             if len(flights) == len(self._landing):
                 yield self._land(flights.popleft(), sink)
         while flights:

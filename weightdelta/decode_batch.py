@@ -4,30 +4,36 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 
 from weightdelta.chunk_table import ChunkTable, part
 from weightdelta.codecs.batch import decode_frames
-from weightdelta.codecs.names import DEFAULT
+from weightdelta.codecs.names import DEFAULT, IDS
 from weightdelta.codecs.registry import decode_frame
 from weightdelta.fetch import Fetched, Part
 from weightdelta.index import Index
 from weightdelta.kernels.planes import Chunks, Planes
+from weightdelta.lent_memory import U8, LentMemory
 
 #: Frames, encoded bytes and bytes of values that one task takes on at most, or one frame.
-_FRAMES: Final = 64
+_FRAMES: Final = 128
 _ENCODED: Final = 4 << 20
 _VALUES: Final = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """What changed in some frames of a table, ascending, of one element width."""
+    """What changed in some frames of a table, ascending, of one element width.
+
+    Attributes:
+        lent: Whether all planes but the counts lie in memory that was lent for them.
+    """
 
     frames: tuple[int, ...]
     planes: Planes
+    lent: bool = False
 
     @property
     def nbytes(self) -> int:
@@ -43,11 +49,15 @@ class Decoded:
         length = _chunks(table, self.frames).length
         parts = self.planes.split(length, _bounds(table, self.frames))
         for frame, planes in zip(self.frames, parts, strict=True):
-            yield Decoded((frame,), planes)
+            yield Decoded((frame,), planes, self.lent)
 
 
-def decode_all(fetched: Fetched, table: ChunkTable, *, pool: Executor) -> Iterator[Decoded]:
+def decode_all(
+    fetched: Fetched, table: ChunkTable, *, pool: Executor, lent: LentMemory | None = None
+) -> Iterator[Decoded]:
     """Planes of the fetched frames, in order; each task begins when its frames are there.
+
+    Planes go to ``lent`` memory while there is some.
 
     Raises:
         DamagedObject: A frame cannot be what the index names.
@@ -55,7 +65,7 @@ def decode_all(fetched: Fetched, table: ChunkTable, *, pool: Executor) -> Iterat
     """
     index = fetched.delta.index
     jobs = deque(
-        pool.submit(_decode, fetched, table, part, group)
+        pool.submit(_decode, fetched, table, part, group, lent)
         for part in fetched.frames.parts
         for group in _groups(part.numbers, index, table)
     )
@@ -89,28 +99,41 @@ def _groups(frames: Sequence[int], index: Index, table: ChunkTable) -> Iterator[
 
 
 def _decode(
-    fetched: Fetched, table: ChunkTable, part: Part, numbers: Sequence[int]
+    fetched: Fetched,
+    table: ChunkTable,
+    part: Part,
+    numbers: Sequence[int],
+    lent: LentMemory | None,
 ) -> list[Decoded]:
-    group = part.items(numbers)
-    frames = tuple(numbers)
+    arrived, frames, at = part.arrived(numbers), tuple(numbers), np.array(numbers)
     index = fetched.delta.index
-    if len(frames) > 1 and all(index.codec_of(frame) == DEFAULT for frame in frames):
-        whole: Any = group[0][1].obj
-        data = np.frombuffer(whole, np.uint8)
-        begin = np.frombuffer(group[0][1], np.uint8).ctypes.data - data.ctypes.data
-        at = np.array(frames)
+    if len(frames) > 1 and bool((index.codecs[at] == IDS[DEFAULT]).all()):
+        memory = _Memory(lent)
         planes = decode_frames(
-            data,
-            index.offsets[at] - index.offsets[frames[0]] + begin,
+            np.frombuffer(arrived.data, np.uint8),
+            arrived.start,
             index.sizes[at],
             chunks=_chunks(table, frames),
             bounds=_bounds(table, frames),
             width=int(table.width[frames[0]]),
             values=fetched.delta.entry.values,
+            memory=memory,
         )
         if planes is not None:
-            return [Decoded(frames, planes)]
-    return [_single(fetched, table, frame, data) for frame, data in group]
+            return [Decoded(frames, planes, memory.lent)]
+    return [_single(fetched, table, frame, data) for frame, data in arrived.items()]
+
+
+class _Memory:
+    """Memory for planes: lent, if there is some."""
+
+    def __init__(self, lender: LentMemory | None) -> None:
+        self._lender, self.lent = lender, False
+
+    def __call__(self, nbytes: int) -> U8:
+        found = self._lender.take(nbytes) if self._lender else None
+        self.lent = found is not None
+        return np.empty(nbytes, np.uint8) if found is None else found
 
 
 def _single(fetched: Fetched, table: ChunkTable, frame: int, data: memoryview) -> Decoded:

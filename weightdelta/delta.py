@@ -19,7 +19,7 @@ from weightdelta.config import Config
 from weightdelta.digest import U64
 from weightdelta.errors import DamagedObject, UnsupportedFormat
 from weightdelta.frame import Frame, FramePlan, Segment, chunks_of
-from weightdelta.hashing import U8, hash_pieces
+from weightdelta.hashing import I64, U8, hash_pieces
 from weightdelta.index import HASH_BYTES, Index
 from weightdelta.kernels import ops
 from weightdelta.kernels.planes import Chunks, Elements, Planes
@@ -41,6 +41,36 @@ Item = tuple[int, memoryview]
 GAP = 64 * 1024
 #: Bytes that one request asks for at most, unless a single frame is larger.
 SPAN = 8 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """Verified frames that came with one request.
+
+    Attributes:
+        frames: Their numbers, ascending.
+        data: Memory that holds them.
+        start: int64, where each begins.
+        size: int64, bytes of each.
+    """
+
+    frames: tuple[int, ...]
+    data: bytes
+    start: I64
+    size: I64
+
+    def only(self, frames: Sequence[int]) -> "Arrived":
+        """Some of them; ``frames`` are ascending."""
+        if len(frames) == len(self.frames):
+            return self
+        at = np.searchsorted(np.array(self.frames), np.array(frames))
+        return Arrived(tuple(frames), self.data, self.start[at], self.size[at])
+
+    def items(self) -> list[Item]:
+        """The frames one by one."""
+        view = memoryview(self.data)
+        bounds = zip(self.start.tolist(), (self.start + self.size).tolist(), strict=True)
+        return [(f, view[low:high]) for f, (low, high) in zip(self.frames, bounds, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,23 +223,21 @@ class DeltaReader:
     def frames(self, delta: Delta, frames: Sequence[int]) -> Iterator[Item]:
         """Encoded bytes of the changed ones among ``frames``, each checked by its hash."""
         for span in spans(delta, frames):
-            yield from self._read(delta, span)
+            yield from self._read(delta, span).items()
 
     def arriving(
         self, delta: Delta, frames: Sequence[int], *, pool: Executor
-    ) -> "list[tuple[tuple[int, ...], Future[list[Item]]]]":
+    ) -> "list[tuple[tuple[int, ...], Future[Arrived]]]":
         """What ``frames`` gives, all of it on its way: numbers and a future for each request."""
         return [(s.frames, pool.submit(self._read, delta, s)) for s in spans(delta, frames)]
 
-    def _read(self, delta: Delta, span: Span) -> list[Item]:
+    def _read(self, delta: Delta, span: Span) -> Arrived:
         data = self._span(span)
         index, at = delta.index, np.array(span.frames)
-        low = index.offsets[at] - span.start
-        found = hash_pieces(np.frombuffer(data, np.uint8), low, index.lengths[at])
-        _require_equal(found[:, :HASH_BYTES], index.hashes[at], delta, span)
-        view, ends = memoryview(data), (low + index.lengths[at]).tolist()
-        bounds = zip(low.tolist(), ends, strict=True)
-        return [(f, view[i:j]) for f, (i, j) in zip(span.frames, bounds, strict=True)]
+        found = Arrived(span.frames, data, index.offsets[at] - span.start, index.lengths[at])
+        hashes = hash_pieces(np.frombuffer(data, np.uint8), found.start, found.size)
+        _require_equal(hashes[:, :HASH_BYTES], index.hashes[at], delta, span)
+        return found
 
     def _span(self, span: Span) -> bytes:
         data = self.store.read(

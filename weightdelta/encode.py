@@ -26,8 +26,10 @@ if TYPE_CHECKING:  # a coordinator needs no torch
 Histogram = Mapping[int, tuple[U64, npt.NDArray[np.int64]]]
 
 
-#: Frames and bytes of values that one task encodes at most, or one frame.
+#: Frames and bytes of values that one task encodes at most, or one frame. Those of a window that a
+#: device hands over may be one task, for others follow while it runs.
 GROUP_FRAMES: Final = 8
+WINDOW_FRAMES: Final = 32
 GROUP_BYTES: Final = 1 << 20
 #: One chunk of a segment of eight elements.
 _FEW: Final = Chunks(
@@ -53,8 +55,12 @@ class Encoding:
         self._jobs: dict[int, Future[EncodedFrame]] = {}
 
     def add(self, items: Sequence["FramePlanes"]) -> None:
-        """Start on frames, in as few tasks as they allow; those handed in before are left out."""
-        for group in _groups([i for i in items if i.frame not in self._jobs], self._baseline):
+        """Start on the frames of a window; those handed in before are left out."""
+        self._add(items, WINDOW_FRAMES)
+
+    def _add(self, items: Sequence["FramePlanes"], most: int) -> None:
+        left = [item for item in items if item.frame not in self._jobs]
+        for group in _groups(left, self._baseline, most=most):
             jobs = [Future[EncodedFrame]() for _ in group]
             self._jobs.update((item.frame, job) for item, job in zip(group, jobs, strict=True))
             task = self._pool.submit(_settle, jobs, partial(self._encode, group))
@@ -65,7 +71,7 @@ class Encoding:
 
     def coming(self, planes: Sequence["FramePlanes"]) -> "list[Future[EncodedFrame]]":
         """The encoded frames of ``planes``, in their order, as they become ready."""
-        self.add(planes)
+        self._add(planes, GROUP_FRAMES)
         return [self._jobs[item.frame] for item in planes]
 
     def cancel(self) -> None:
@@ -113,14 +119,16 @@ def _rehearse(width: int, codecs: Iterable[Codec], values: Values) -> None:
             ops().decode_into(old.copy(), found, chunks=_FEW, xor=xor)
 
 
-def _groups(items: Sequence["FramePlanes"], baseline: Baseline) -> "list[list[FramePlanes]]":
+def _groups(
+    items: Sequence["FramePlanes"], baseline: Baseline, *, most: int
+) -> "list[list[FramePlanes]]":
     """Runs of frames of one width that one task encodes, small enough to share out the work."""
     groups: list[list[FramePlanes]] = []
     width, size = baseline.plan.width, 0
     for item in items:
         size += item.planes.values.nbytes
         last = groups[-1] if groups else []
-        full = len(last) == GROUP_FRAMES or size > GROUP_BYTES
+        full = len(last) == most or size > GROUP_BYTES
         if not last or full or width[last[0].frame] != width[item.frame]:
             groups.append([])
             size = item.planes.values.nbytes

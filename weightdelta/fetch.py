@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from weightdelta.delta import Delta, DeltaReader, Item
+from weightdelta.delta import Arrived, Delta, DeltaReader, Item
 from weightdelta.layout import Layout
 from weightdelta.versions import Hop
 
@@ -17,16 +17,15 @@ class Part:
     """Frames that come with one request; ``job`` has them, and perhaps others."""
 
     numbers: tuple[int, ...]
-    job: "Future[list[Item]]"
+    job: "Future[Arrived]"
 
-    def items(self, numbers: Sequence[int] | None = None) -> list[Item]:
-        """The frames, or some of them, once they are there.
+    def arrived(self, numbers: Sequence[int] | None = None) -> Arrived:
+        """The frames, or some of them (ascending), once they are there.
 
         Raises:
             DamagedObject, MissingObject, StoreUnavailable, StoreTimeout: They will not be.
         """
-        wanted = set(self.numbers if numbers is None else numbers)
-        return [item for item in self.job.result() if item[0] in wanted]
+        return self.job.result().only(self.numbers if numbers is None else numbers)
 
 
 class Frames:
@@ -48,7 +47,7 @@ class Frames:
     def __iter__(self) -> Iterator[Item]:
         for part in self.parts:
             try:
-                found = part.items()
+                found = part.arrived().items()
             except BaseException:
                 self.drop()
                 raise
@@ -85,8 +84,9 @@ class Fetched:
 
     @property
     def nbytes(self) -> int:
-        """Encoded bytes fetched."""
-        return sum(len(data) for _, data in self.frames)
+        """Encoded bytes fetched, or to be fetched."""
+        lengths = self.delta.index.lengths
+        return sum(int(lengths[np.array(part.numbers)].sum()) for part in self.frames.parts)
 
     def holding(self, tensors: Iterable[int]) -> "Fetched":
         """The same with only the frames that hold a part of one of ``tensors``."""

@@ -16,6 +16,7 @@ from weightdelta.errors import ConfigError, DeviceLost
 from weightdelta.kernels.device import DeviceChunks, Placed, device_ops
 from weightdelta.kernels.planes import BLOCK_BYTES
 from weightdelta.layout import Layout
+from weightdelta.lent_memory import LentMemory
 from weightdelta.placement import Resident
 from weightdelta.sharding.explicit import I64
 
@@ -80,7 +81,8 @@ class Site:
 
     Attributes:
         lanes: What works here; ``low``, ``pause`` and ``link`` are three of them.
-        landing: Pinned memory that planes pass through.
+        landing: Pinned memory that planes pass through, ...
+        lent: ... unless they have been decoded into some.
         slots: Device memory that streamed lists pass through in a pause.
         blocks: What raw blocks pass through; None where everything waits as lists.
 
@@ -104,6 +106,7 @@ class Site:
         self.lanes = Lanes.of(device)
         self.low, self.pause, self.link = self.lanes.low, self.lanes.pause, self.lanes.link
         self.landing = [HostBuffer(device) for _ in range(2)]
+        self.lent = LentMemory(device)
         self.slots: list[torch.Tensor] = []
         self._tables: dict[object, SiteTable] = {}
         self.blocks: BlockMemory | None = None
@@ -149,6 +152,7 @@ class Site:
         if self.blocks:
             self.blocks.release()
         self.landing = [HostBuffer(self.device) for _ in range(2)]
+        self.lent = LentMemory(self.device)
         self._tables.clear()
 
     @property

@@ -24,6 +24,7 @@ from weightdelta.errors import DeviceMemory, StateMismatch
 from weightdelta.fetch import Fetched
 from weightdelta.fold import Folds, as_planes
 from weightdelta.kernels.device import INTS, ChunkLists, DevicePlanes
+from weightdelta.kernels.planes import Planes
 from weightdelta.site import PlacedWindow, Site, SiteTable
 from weightdelta.stage_blocks import BlockStager
 
@@ -55,6 +56,7 @@ class DeviceStager:
         self._expected: dict[int, int] = dict.fromkeys(site.residents, 0)
         self._parts: list[Part] = []
         self._marks: list[Mark | None] = [None, None]
+        self._flying: list[list[Planes]] = [[], []]
         self._batches = 0
         self.stage_s = 0.0
         self._blocks = BlockStager(site, pool=pool) if site.blocks and self._single else None
@@ -79,7 +81,8 @@ class DeviceStager:
         host = self._site.host_table(plan.digest) or ChunkTable.of_plan(plan, layout=layout)
         if self._blocks:
             fetched = self._stage_blocks(self._blocks, fetched, host)
-        decoded = decode_all(fetched, host, pool=self._pool)
+        lent = self._site.lent if self._single else None
+        decoded = decode_all(fetched, host, pool=self._pool, lent=lent)
         if not self._single:
             self._folds.add(fetched, decoded, host)
             return
@@ -106,7 +109,7 @@ class DeviceStager:
     def clear(self) -> None:
         """Give all memory back: nothing will come of it."""
         self._site.settle()
-        self._parts = []
+        self._parts, self._flying = [], [[], []]
         for update in self._blocks.staged if self._blocks else ():
             update.clear()
 
@@ -122,6 +125,7 @@ class DeviceStager:
         started = time.monotonic()
         with on_device(self._site.device, doing="prepare"):
             self._check(self._sums())
+        self._flying = [[], []]  # the sums came after their copies
         self._folds.refuse_untied()
         with on_device(self._site.device, doing="prepare"):
             lists = StagedLists(self._site, self._parts, careful=self._folds.tied)
@@ -234,8 +238,8 @@ class DeviceStager:
         turn = self._batches % 2
         self._batches += 1
         if (mark := self._marks[turn]) is not None:
-            mark.wait()  # the copy from this buffer two batches ago
-        found = [item.planes for item in batch]
+            mark.wait()  # the copies from this buffer and from these planes, two batches ago
+        found = self._flying[turn] = [item.planes for item in batch]
         columns: tuple[list[np.ndarray[Any, Any]], ...] = (
             [_counts(table, window, batch)],
             [p.gaps for p in found],
@@ -244,8 +248,9 @@ class DeviceStager:
         )
         sizes = [sum(a.nbytes for a in column) for column in columns]
         starts = np.cumsum([0, *(padded(size) for size in sizes)]).tolist()
-        host = self._site.landing[turn].get(starts[-1])
-        for start, size, column in zip(starts, sizes, columns, strict=False):
+        lent = all(item.lent for item in batch)
+        host = self._site.landing[turn].get(starts[1] if lent else starts[-1])
+        for start, size, column in zip(starts, sizes, columns[: 1 if lent else None], strict=False):
             _laid(column, out=host[start : start + size])
         with self._site.low:
             # Counts stay with the lists that will be made; the rest goes once they are.
@@ -254,7 +259,11 @@ class DeviceStager:
                 for size in (starts[1], starts[-1] - starts[1])
             ]
             memory[0].copy_(host[: starts[1]], non_blocking=True)
-            memory[1].copy_(host[starts[1] :], non_blocking=True)
+            if lent:
+                for start, column in zip(starts[1:], columns[1:], strict=False):
+                    _sent(column, out=memory[1][start - starts[1] :])
+            else:
+                memory[1].copy_(host[starts[1] :], non_blocking=True)
             self._marks[turn] = self._site.low.mark()
         gaps, bitmap, values = (
             memory[1][start - starts[1] : start - starts[1] + size]
@@ -309,6 +318,16 @@ def _laid(arrays: Sequence[np.ndarray[Any, Any]], *, out: torch.Tensor) -> None:
         torch.cat([torch.from_numpy(a) for a in octets], out=out)
     else:
         np.concatenate(octets, out=out.numpy())
+
+
+def _sent(arrays: Sequence[np.ndarray[Any, Any]], *, out: torch.Tensor) -> None:
+    """Start the copies of arrays, one behind the other, from where they lie."""
+    at = 0
+    for array in arrays:
+        if array.nbytes:
+            target = out[at : at + array.nbytes]
+            target.copy_(torch.from_numpy(array.view(np.uint8)), non_blocking=True)
+            at += array.nbytes
 
 
 def _counts(

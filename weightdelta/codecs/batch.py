@@ -5,7 +5,7 @@ batch finds unsound it does not explain: the caller decodes those frames one by 
 bad one says what is wrong with it. Every size is checked before anything is allocated by it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -84,6 +84,7 @@ def decode_frames(
     bounds: I64,
     width: int,
     values: Values,
+    memory: Callable[[int], U8] = lambda nbytes: np.empty(nbytes, np.uint8),
 ) -> Planes | None:
     """The changes of many frames, one after the other, as the planes of one.
 
@@ -95,6 +96,7 @@ def decode_frames(
         bounds: int64 [frames + 1], chunks of each frame.
         width: Bytes of an element.
         values: Whether the values are differences or XORs.
+        memory: Gives that many bytes for all planes but the counts.
 
     Returns:
         The planes, or None when some frame is unsound, or no compiled kernels are there, or Zstd
@@ -120,4 +122,5 @@ def decode_frames(
         xor=values == "xor",
         zstd=native,
         limit=zstd.MAX_WINDOW,
+        memory=memory,
     )
