@@ -76,12 +76,23 @@ class Baseline:
     arena: npt.NDArray[np.uint8] = field(default_factory=lambda: np.empty(0, np.uint8))
     offsets: dict[int, int] = field(default_factory=dict)
     _chunks: dict[int, Chunks] = field(default_factory=dict)
+    _tensors: dict[int, npt.NDArray[np.int64]] = field(default_factory=dict)
 
     def chunks(self, frame: int) -> Chunks:
         """Where the chunks of a frame lie."""
         if frame not in self._chunks:
             self._chunks[frame] = chunks_of(self.plan.frame(frame), layout=self.layout)
         return self._chunks[frame]
+
+    def tensors(self, frame: int) -> npt.NDArray[np.int64]:
+        """int64, the tensor that each chunk of a frame is of."""
+        if frame not in self._tensors:
+            plan = self.plan
+            cut = slice(int(plan.bounds[frame]), int(plan.bounds[frame + 1]))
+            ends = np.cumsum(plan.rows[cut] * plan.run[cut])
+            segment = np.searchsorted(ends, self.chunks(frame).start, side="right")
+            self._tensors[frame] = plan.tensor[cut][segment].astype(np.int64)
+        return self._tensors[frame]
 
     def load(self, base: Base) -> None:
         """Fill every owned frame with version 0."""

@@ -203,12 +203,9 @@ def _codec_of(item: "FramePlanes", baseline: Baseline, config: Config) -> Codec:
 def tensor_digests(planes: Sequence["FramePlanes"], *, baseline: Baseline) -> U64:
     """Each tensor's digest change over the owned frames: uint64, one per tensor."""
     table = np.zeros(len(baseline.layout.tensors), np.uint64)
-    for item in planes:
-        segments = baseline.plan.frame(item.frame).segments
-        ends = np.cumsum([segment.numel for segment in segments])
-        owner = np.searchsorted(ends, baseline.chunks(item.frame).start, side="right")
-        tensor = np.array([segment.tensor for segment in segments])[owner]
-        np.add.at(table, tensor, item.chunk_digest)
+    if planes:
+        tensor = np.concatenate([baseline.tensors(item.frame) for item in planes])
+        np.add.at(table, tensor, np.concatenate([item.chunk_digest for item in planes]))
     return table
 
 
