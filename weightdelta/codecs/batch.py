@@ -1,4 +1,4 @@
-"""Many frames of the sparse codec encoded or decoded by a handful of long calls.
+"""Many frames of the sparse codec encoded or decoded by one or two long calls.
 
 Frame by frame, threads would spend their time on handing the interpreter's lock around. What a
 batch finds unsound it does not explain: the caller decodes those frames one by one, and the
@@ -15,16 +15,13 @@ from weightdelta.codecs import zstd, zstd_native
 from weightdelta.codecs.names import Values
 from weightdelta.codecs.slots import SLOTS
 from weightdelta.kernels import has_compiled
-from weightdelta.kernels.planes import UINTS, Chunks, Elements, Planes
+from weightdelta.kernels.planes import Chunks, Planes
 
 U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
 
-_COUNTS, _GAPS, _BITMAP, _NIBBLES, _VALUES = 0, 3, 5, 6, 7
-
-
-def _ends(counts: I64) -> I64:
-    return np.concatenate([[0], np.cumsum(counts)])
+#: First parts of a frame: nibbles, then values or escapes; see ``slots``.
+_NIBBLES, _VALUES = 6, 7
 
 
 def encode_frames(
@@ -32,47 +29,19 @@ def encode_frames(
 ) -> list[tuple[bytes, npt.NDArray[np.uint32]]] | None:
     """The bytes and part sizes of many frames, as ``sparse.encode_frame`` makes them.
 
-    None when no compiled kernels are there.
+    None when no compiled kernels are there, or Zstd cannot be called from them.
     """
-    if not has_compiled():
+    native = zstd_native.compressor() if has_compiled() else None
+    if native is None:
         return None
     from weightdelta.kernels import cpu_batch
 
-    kind = UINTS[width]
-    changed = [p.values.view(kind) for p in planes]
-    differences = values == "diff"
-    joined = np.concatenate(changed)
-    bounds = _ends(np.array([len(v) for v in changed], np.int64))
-    columns: list[tuple[Elements, I64, int, int]] = [
-        _column([p.counts for p in planes], _COUNTS, 3),
-        _column([p.gaps for p in planes], _GAPS, 2),
-        _column([p.bitmap for p in planes], _BITMAP, 1),
-    ]
-    if differences:
-        nibbles, at, escapes, ends = cpu_batch.pack(joined, bounds=bounds)
-        columns += [(nibbles, at, _NIBBLES, 1), (escapes, ends, _VALUES, width)]
-    else:
-        columns.append((joined, bounds, _VALUES, width))
-    length = np.zeros((len(planes), SLOTS), np.int64)
-    for _, ends, slot, count in columns:
-        length[:, slot : slot + count] = np.diff(ends)[:, None]
-    start = (np.cumsum(length) - length.reshape(-1)).reshape(length.shape)
-    raw = np.empty(int(length.sum()), np.uint8)
-    used = np.zeros(length.shape, np.bool_)
-    for array, ends, slot, count in columns:
-        part = np.ascontiguousarray(start[:, slot : slot + count])
-        used[:, slot : slot + count] = cpu_batch.split(array, part, bounds=ends, out=raw)
-    data, found = zstd.compress_many(raw, start[used], length[used])
-    sizes = np.zeros(length.shape, np.uint32)
-    sizes[used] = found
-    cuts = _ends(sizes.sum(axis=1, dtype=np.int64)).tolist()
+    found = cpu_batch.encode(planes, width=width, xor=values == "xor", zstd=native)
+    if found is None:
+        return None
+    data, sizes = found
+    cuts = [0, *np.cumsum(sizes.sum(axis=1, dtype=np.int64)).tolist()]
     return [(data[low:high].tobytes(), sizes[i]) for i, (low, high) in enumerate(pairwise(cuts))]
-
-
-def _column(arrays: Sequence[Elements], slot: int, planes: int) -> tuple[Elements, I64, int, int]:
-    """Elements of all frames, their bounds, the first of their slots and how many they have."""
-    sizes = np.array([len(array) for array in arrays], np.int64)
-    return np.concatenate(arrays), _ends(sizes), slot, planes
 
 
 def decode_frames(

@@ -5,12 +5,9 @@ declares another is refused before anything is allocated.
 """
 
 import threading
-from typing import Any, Final
+from typing import Final
 
-import numpy as np
-import numpy.typing as npt
 import zstandard
-from numpy.lib.stride_tricks import as_strided
 
 from weightdelta.errors import DamagedObject
 
@@ -27,15 +24,17 @@ MAX_WINDOW: Final = 8 << 20
 _MAGIC: Final = b"\x28\xb5\x2f\xfd"
 
 
+#: What every compressor is set to.
+PARAMETERS: Final = zstandard.ZstdCompressionParameters.from_level(
+    LEVEL, min_match=MIN_MATCH, write_checksum=True, write_content_size=True
+)
+
+
 class _Contexts(threading.local):
     """One compressor and one decompressor a thread: they must not be shared."""
 
     def __init__(self) -> None:
-        self.compressor = zstandard.ZstdCompressor(
-            compression_params=zstandard.ZstdCompressionParameters.from_level(
-                LEVEL, min_match=MIN_MATCH, write_checksum=True, write_content_size=True
-            )
-        )
+        self.compressor = zstandard.ZstdCompressor(compression_params=PARAMETERS)
         self.decompressor = zstandard.ZstdDecompressor()
 
 
@@ -94,44 +93,3 @@ def decompress(data: Data, *, size: int, where: str) -> bytes:
     if len(content) != size:
         raise _damaged(where, f"expected {size} bytes of content, found {len(content)}")
     return content
-
-
-def compress_many(
-    data: npt.NDArray[np.uint8], start: npt.NDArray[np.int64], length: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
-    """Frames of many pieces of ``data``, one after the other, and the bytes of each.
-
-    They are those that :func:`compress` makes. Releases the interpreter's lock once for all.
-    """
-    if not len(start):
-        return np.empty(0, np.uint8), np.empty(0, np.int64)
-    segments = np.stack([start, length], axis=1).astype("=u8").tobytes()
-    found = _contexts.compressor.multi_compress_to_buffer(
-        zstandard.BufferWithSegments(data.data, segments), threads=1
-    )
-    sizes = np.fromiter((len(found[i]) for i in range(len(found))), np.int64, len(found))
-    out = np.empty(int(sizes.sum()), np.uint8)
-    _join(found, sizes, out)
-    return out, sizes
-
-
-def _join(
-    found: "zstandard.BufferWithSegmentsCollection",
-    sizes: npt.NDArray[np.int64],
-    out: npt.NDArray[np.uint8],
-) -> None:
-    """Segments of several buffers in one, buffer by buffer."""
-    ends = np.cumsum(sizes)
-    last = ends[-1] - sizes[-1]
-    if sizes[0] and found[len(found) - 1].offset == last > 0:  # all lie in one buffer
-        head: Any = found[0]
-        out[:] = as_strided(np.frombuffer(head, np.uint8), out.shape)
-        return
-    offsets = np.fromiter((found[i].offset for i in range(len(found))), np.int64, len(found))
-    # A segment starts a buffer unless it lies right behind the one before.
-    heads = np.flatnonzero(np.concatenate([[True], offsets[1:] != offsets[:-1] + sizes[:-1]]))
-    for first, last in zip(heads.tolist(), [*heads[1:].tolist(), len(sizes)], strict=True):
-        low, high = int(ends[first] - sizes[first]), int(ends[last - 1])
-        # The segment's buffer goes on behind it with those that follow.
-        segment: Any = found[first]
-        out[low:high] = as_strided(np.frombuffer(segment, np.uint8), (high - low,))

@@ -37,8 +37,9 @@ def _call(_: Any, f: Any, context: Any, out: Any, room: Any, data: Any, size: An
     return types.uint64(f, context, out, room, data, size), generate
 
 
-#: ``ZSTD_decompressDCtx`` by its address; all arguments are uint64, addresses among them.
-_decompress: Final[Any] = intrinsic(_call)
+#: ``ZSTD_decompressDCtx`` or ``ZSTD_compress2`` by its address; all arguments are uint64,
+#: addresses among them.
+call_zstd: Final[Any] = intrinsic(_call)
 
 
 @jit
@@ -93,7 +94,7 @@ def _plane(zstd: Any, data: Any, at: Any, size: Any, content: Any, limit: Any, o
         return -1
     source = np.uint64(data.ctypes.data) + np.uint64(at)
     target = np.uint64(out.ctypes.data)
-    found = _decompress(zstd[0], zstd[1], target, np.uint64(content), source, np.uint64(size))
+    found = call_zstd(zstd[0], zstd[1], target, np.uint64(content), source, np.uint64(size))
     return 1 if found == np.uint64(content) else -1  # errors are numbers near 2^64
 
 
