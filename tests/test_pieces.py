@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightdelta.codecs import blocks
-from weightdelta.kernels import ops
+from weightdelta.kernels import cpu_pieces, ops
 from weightdelta.kernels.planes import BLOCK_BYTES, Chunks
-from weightdelta.pieces import MaskFrame, grouped, pieces_of, room_of, whole
+from weightdelta.pieces import MaskFrame, _cut, grouped, pieces_of, room_of, whole
 
 
 def frame(chunks: Chunks, *, width: int, share: float, seed: int = 0) -> MaskFrame:
@@ -58,6 +58,26 @@ def test_every_byte_of_a_changed_block_has_its_place(
         wanted[:, at] = address, chunks.key[c] + index.astype(np.uint64)
     changed = made.blocks.sizes[np.arange(count) * width // BLOCK_BYTES] > 0
     assert np.array_equal(found, np.where(changed, wanted, 0))
+
+
+@given(
+    sizes=st.lists(st.integers(0, 5000), min_size=1, max_size=4),
+    run=st.none() | st.integers(1, 3000),
+    skip=st.integers(0, 4000),
+    block=st.sampled_from([16, 1024, 65_536]),
+    data=st.data(),
+)
+def test_compiled_cuts_are_those_of_numpy(
+    sizes: list[int], run: int | None, skip: int, block: int, data: st.DataObject
+) -> None:
+    """Chunks may begin in the middle of a row, and end in another."""
+    chunks = segments(sizes, run=run, stride=run and run + 13)
+    chunks.skip[:] += skip
+    count = -(-sum(sizes) // block)
+    kept = np.array(data.draw(st.lists(st.booleans(), min_size=count, max_size=count)), np.bool_)
+    found = cpu_pieces.cut(chunks, kept=kept, block=block)
+    for mine, other in zip(found, _cut(chunks, kept, block), strict=True):
+        assert mine.tolist() == other.tolist()
 
 
 def test_pieces_name_their_tensor() -> None:

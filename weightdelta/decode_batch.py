@@ -14,7 +14,7 @@ from weightdelta.codecs.names import DEFAULT, IDS
 from weightdelta.codecs.registry import decode_frame
 from weightdelta.fetch import Fetched, Part
 from weightdelta.index import Index
-from weightdelta.kernels.planes import Chunks, Planes
+from weightdelta.kernels.planes import Chunks, Planes, in_one_piece
 from weightdelta.lent_memory import U8, LentMemory
 
 #: Frames, encoded bytes and bytes of values that one task takes on at most, or one frame.
@@ -121,7 +121,20 @@ def _decode(
         )
         if planes is not None:
             return [Decoded(frames, planes, memory.lent)]
-    return [_single(fetched, table, frame, data) for frame, data in arrived.items()]
+    found = [_single(fetched, table, frame, data) for frame, data in arrived.items()]
+    return found if len(found) == 1 else [_joined(found, int(table.width[frames[0]]), lent)]
+
+
+def _joined(found: Sequence[Decoded], width: int, lent: LentMemory | None) -> Decoded:
+    """Frames as one, so that nobody has to handle each."""
+    planes, memory = [item.planes for item in found], _Memory(lent)
+    counts = [sum(len(getattr(p, n)) for p in planes) for n in ("gaps", "bitmap", "values")]
+    gaps, bitmap, values = in_one_piece(counts, width, memory)
+    np.concatenate([p.gaps for p in planes], out=gaps)
+    np.concatenate([p.bitmap for p in planes], out=bitmap)
+    np.concatenate([p.values for p in planes], out=values)
+    whole = Planes(np.concatenate([p.counts for p in planes]), gaps, bitmap, values)
+    return Decoded(tuple(i for item in found for i in item.frames), whole, memory.lent)
 
 
 class _Memory:

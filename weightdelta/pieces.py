@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from weightdelta.codecs.blocks import Blocks
 from weightdelta.codecs.transcode import ALIGN
+from weightdelta.kernels import has_compiled
 from weightdelta.kernels.planes import BLOCK_BYTES, Chunks
 
 U64 = npt.NDArray[np.uint64]
@@ -69,23 +70,34 @@ def _run_cuts(chunks: Chunks) -> Iterator[I64]:
         yield inner - skip + chunks.start[c]
 
 
+def _cut(chunks: Chunks, kept: npt.NDArray[np.bool_], block: int) -> tuple[I64, ...]:
+    """What ``kernels.cpu_pieces.cut`` gives, in numpy."""
+    total = int(chunks.length.sum())
+    blocks = np.arange(0, total, block)
+    at = np.unique(np.concatenate([chunks.start, blocks, *_run_cuts(chunks)]))
+    at = at[at < total]  # an empty segment may begin at the end
+    size = np.diff(at, append=total)
+    wanted = kept[at // block]
+    at, size = at[wanted], size[wanted]
+    c = np.searchsorted(chunks.start, at, side="right") - 1
+    q = chunks.skip[c] + at - chunks.start[c]
+    return at, size, c, q // chunks.run[c] * chunks.stride[c] + q % chunks.run[c]
+
+
 def pieces_of(frame: MaskFrame) -> Pieces:
     """The pieces of a frame's blocks that are not all zero."""
     chunks, width = frame.chunks, frame.width
-    total = frame.blocks.size // width
-    blocks = np.arange(0, total, BLOCK_BYTES // width)
-    at = np.unique(np.concatenate([chunks.start, blocks, *_run_cuts(chunks)]))
-    at = at[at < total]  # an empty segment may begin at the end
-    size = np.diff(at, append=total) * width
-    kept = frame.blocks.sizes[at * width // BLOCK_BYTES] > 0
-    at, size = at[kept], size[kept]
-    c = np.searchsorted(chunks.start, at, side="right") - 1
-    q = chunks.skip[c] + at - chunks.start[c]
-    index = q // chunks.run[c] * chunks.stride[c] + q % chunks.run[c]
+    kept, block = frame.blocks.sizes > 0, BLOCK_BYTES // width
+    if has_compiled():
+        from weightdelta.kernels.cpu_pieces import cut
+
+        at, size, c, index = cut(chunks, kept=kept, block=block)
+    else:
+        at, size, c, index = _cut(chunks, kept, block)
     return Pieces(
         at * width,
         frame.address[c] + (frame.first[c] + index) * width,
-        size.astype(np.int32),
+        (size * width).astype(np.int32),
         chunks.key[c] + index.astype(np.uint64),
         frame.tensor[c],
     )

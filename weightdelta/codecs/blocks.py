@@ -176,8 +176,7 @@ def encode_frame(planes: Planes, *, codec: Codec, chunks: Chunks, width: int) ->
 def _read_sizes(reader: SlotReader, lengths: I64, inner: Inner) -> U32:
     """The block table, each size possible for its block."""
     sizes = reader.joined(_SIZES, width=4, count=len(lengths), planes=3).view(np.uint32)
-    limits = np.array([stock.most(n, inner=inner) for n in lengths.tolist()], np.int64)
-    over = np.flatnonzero(sizes > limits)
+    over = np.flatnonzero(sizes > stock.most(lengths, inner=inner))
     if len(over):
         b = int(over[0])
         raise damaged(

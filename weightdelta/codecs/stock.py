@@ -1,6 +1,6 @@
 """Stock Snappy and LZ4, raw blocks of known size, by cramjam: the only door to it."""
 
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 import cramjam
 import numpy as np
@@ -10,14 +10,16 @@ from weightdelta.codecs.slots import damaged
 
 Inner = Literal["snappy", "lz4"]
 U8 = npt.NDArray[np.uint8]
+#: One length, or int64 many.
+Length = TypeVar("Length", int, npt.NDArray[np.int64])
 
 # cramjam's stubs know no numpy arrays; its functions take anything with a buffer.
 _snappy: Final[Any] = cramjam.snappy
 _lz4: Final[Any] = cramjam.lz4
 
 
-def most(length: int, *, inner: Inner) -> int:
-    """Most bytes that a block of ``length`` bytes of content may take."""
+def most(length: Length, *, inner: Inner) -> Length:
+    """Most bytes that a block of ``length`` bytes of content may take; or each of many."""
     return length + (length // 6 + 32 if inner == "snappy" else length // 255 + 16)
 
 

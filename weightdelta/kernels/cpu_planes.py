@@ -4,7 +4,7 @@ Nothing is trusted: every size is held against what it must be before a byte is 
 is found unsound ends the call with that frame's number.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 from weightdelta.kernels.compiled import ZERO, jit, scratch
 from weightdelta.kernels.cpu_bytes import _count_escapes, _put_byte, _unpack
 from weightdelta.kernels.cpu_ops import _check, _work
-from weightdelta.kernels.planes import GAP_FACTOR, UINTS, Elements, Planes
+from weightdelta.kernels.planes import GAP_FACTOR, UINTS, Planes, in_one_piece
 
 U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
@@ -25,8 +25,6 @@ I64 = npt.NDArray[np.int64]
 #: First part of each kind; see ``codecs.slots``.
 _COUNTS, _GAPS, _BITMAP, _NIBBLES, _VALUES = 0, 3, 5, 6, 7
 _SIZE: Final = ir.IntType(64)
-#: Outputs that share memory start at multiples of this [B].
-_ALIGN: Final = 64
 
 
 def _call(_: Any, f: Any, context: Any, out: Any, room: Any, data: Any, size: Any) -> Any:
@@ -211,19 +209,6 @@ def _all_planes(
     return -1
 
 
-def _outputs(
-    count: Sequence[int], kind: Any, memory: Callable[[int], U8]
-) -> tuple[Any, U8, Elements]:
-    """Gaps, bitmap and values in one piece of memory."""
-    sizes = 2 * count[0], count[1], count[2] * np.dtype(kind).itemsize
-    starts = [0]
-    for size in sizes:
-        starts.append(starts[-1] + -(-size // _ALIGN) * _ALIGN)
-    whole = memory(starts[-1])
-    gaps, bitmap, values = (whole[s : s + n] for s, n in zip(starts, sizes, strict=False))
-    return gaps.view(np.uint16), bitmap, values.view(kind)
-
-
 def decode(
     data: U8, start: I64, sizes: I64, *, length: I64, bounds: I64, width: int, xor: bool,
     zstd: tuple[int, int], limit: int, memory: Callable[[int], U8],
@@ -251,7 +236,7 @@ def decode(
         return None
     ends = np.zeros((3, len(start) + 1), np.int64)
     np.cumsum(implied, axis=1, out=ends[:, 1:])
-    gaps, bitmap, values = _outputs(ends[:, -1].tolist(), kind, memory)
+    gaps, bitmap, values = in_one_piece(ends[:, -1].tolist(), width, memory)
     most = int(implied[2].max(initial=0))
     raw = scratch.get("raw", max(most, int(implied[1].max(initial=0))), np.uint8)
     nibbles = scratch.get("nibbles", (most + 1) // 2, np.uint8)

@@ -1,5 +1,6 @@
 """What kernels exchange: where a frame's chunks lie, and the planes of its changes."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -17,6 +18,29 @@ BLOCK_BYTES: Final = 65536
 Elements = npt.NDArray[np.unsignedinteger[Any]]
 
 UINTS: Final = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+#: Planes that share memory start at multiples of this [B].
+_ALIGN: Final = 64
+
+
+def in_one_piece(
+    count: Sequence[int], width: int, memory: Callable[[int], npt.NDArray[np.uint8]]
+) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint8], Elements]:
+    """Room for gaps, bitmap and values, ``count`` of each, in one piece of memory.
+
+    Args:
+        count: How many.
+        width: Bytes of a value.
+        memory: Gives that many bytes, aligned for any element.
+    """
+    sizes = 2 * count[0], count[1], width * count[2]
+    starts = [0]
+    for size in sizes:
+        starts.append(starts[-1] + -(-size // _ALIGN) * _ALIGN)
+    whole = memory(starts[-1])
+    gaps, bitmap, values = (whole[s : s + n] for s, n in zip(starts, sizes, strict=False))
+    return gaps.view(np.uint16), bitmap, values.view(UINTS[width])
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,14 +52,15 @@ def _scatter(
                 inside = inside & held & (p < n)
                 old = new
                 good = inside
-                # A sector stays until it is stored to, and is of no use to anybody after that.
-                if compare or digest:
-                    found = tl.load(place, mask=inside, other=0, eviction_policy="evict_last")
-                    old = found
                 if compare:
+                    # A sector stays until it is stored to, and is of no use to anybody after that.
+                    found = tl.load(place, mask=inside, other=0, eviction_policy="evict_last")
                     old = tl.load(expected + own + j, mask=inside, other=0)
                     good = inside & ((found == old) | (found == new))
                     bad += (inside & ~good).to(tl.int32)
+                elif digest:
+                    found = tl.load(place, mask=inside, other=0)
+                    old = found
                 if digest:
                     term = terms(p, n, tl.load(key + c), seg_skip, seg_run, seg_stride)
                     change += tl.where(good, h_change(term, old, new, width), 0)
@@ -67,7 +68,10 @@ def _scatter(
                     # A store beside the load of its sector, still under way, takes the memory
                     # system seven times as long; this one has to wait for what is there.
                     good = good & (found != new)
-                tl.store(place, new, mask=good, eviction_policy="evict_first")
+                if compare:
+                    tl.store(place, new, mask=good, eviction_policy="evict_first")
+                else:
+                    tl.store(place, new, mask=good)
             if compare:
                 worse = tl.sum(bad, 0)
                 if worse > 0:
