@@ -64,11 +64,13 @@ def _publish(
     store = folder / "run"
     samples: list[dict[str, Any]] = []
     replica = {name: tensor.clone() for name, tensor in weights.items()}
+    before = torch.cuda.memory_allocated()
     publisher = Publisher(str(store), weights, base=folder / "base", config=config)
     try:
         for seed in range(STEPS):
             step(weights, seed)
             torch.cuda.synchronize()
+            torch.cuda.reset_peak_memory_stats()
             begin = time.perf_counter()
             publication = publisher.publish(step=seed)
             captured = time.perf_counter()
@@ -91,6 +93,7 @@ def _publish(
                     "changed": stats.changed,
                     "pinned": stats.pinned_bytes,
                     "hbm": stats.device_bytes,
+                    "peak": torch.cuda.max_memory_allocated() - before,
                 }
             )
     finally:
@@ -157,6 +160,12 @@ def rows(*, nbytes: int, threads: int = 16) -> list[Row]:
                         details,
                     )
                 )
+                if baseline == "host":
+                    peak, name = details["last"]["peak"], f"frames of {frame} MiB: device memory"
+                    found.append(
+                        Row("trainer", f"{name} beside the weights, bytes at the peak", 1.0, peak,
+                            goal="<= 512 MiB", met=peak <= 512 << 20)
+                    )  # fmt: skip
                 print(found[-1].name, details, flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)

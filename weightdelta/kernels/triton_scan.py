@@ -20,10 +20,11 @@ _COLUMNS: Final = {1: 4, 2: 8, 4: 4, 8: 4}
 #: What holds a changed element's position, old and new value, by width; wider elements keep a
 #: position and a pair of values.
 RECORDS: Final = {1: torch.int32, 2: torch.int64}
-#: Room for changed elements in a unit's row of scratch, as a fraction of its elements, ...
-_SHARE: Final = 2
-#: ... unless all rows together would take more bytes than this.
-_SCRATCH: Final = 192 << 20
+#: Room for changed elements in a unit's row of scratch, in sixteenths of its elements: all rows
+#: take three quarters of a window's bytes, ...
+_SHARE: Final = 3
+#: ... unless that is more than this [B].
+_SCRATCH: Final = 384 << 20
 
 
 @triton.jit
@@ -292,7 +293,7 @@ class Units:
         units = chunks * per_chunk
         kind, pair = RECORDS.get(width, torch.int16), 0 if width in RECORDS else 2
         most = _SCRATCH // max(1, units * (kind.itemsize + pair * width))
-        capacity = max(16, min(_UNIT // width // _SHARE, most // 16 * 16))
+        capacity = max(16, min(_UNIT // width * _SHARE // 16, most // 16 * 16))
 
         def room(kind: torch.dtype, count: int) -> torch.Tensor:
             return torch.empty(count, dtype=kind, device=old.device)
