@@ -6,6 +6,7 @@ interpreted.require()
 
 import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+import torch  # noqa: E402
 from chunking import WIDTHS, Case, cases, change, count_of, random_elements, segments  # noqa: E402
 from device_laws import (  # noqa: E402
     applies,
@@ -21,7 +22,8 @@ from hypothesis import Phase, given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from weightdelta.kernels import reference, triton_ops, triton_scan  # noqa: E402
-from weightdelta.kernels.planes import Elements  # noqa: E402
+from weightdelta.kernels.device import INTS  # noqa: E402
+from weightdelta.kernels.planes import CHUNK, Elements  # noqa: E402
 
 #: The interpreter takes seconds for thousands of elements.
 few = settings(max_examples=5, phases=(Phase.explicit, Phase.reuse, Phase.generate))
@@ -61,6 +63,16 @@ def test_tiles_in_which_all_has_changed(width: int) -> None:
     stretch = np.arange(tile - 3, 2 * tile + 1)
     where = np.r_[stretch, 4 * tile + 9, 18 * tile : 19 * tile + 7]
     encodes(triton_ops, old, change(old, where, seed=2), chunks=chunks, shifts=(width % 8,) * 2)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_scratch_is_what_encode_takes(width: int) -> None:
+    for chunks in (0, 1, 5, 5000):
+        window = torch.empty(64, dtype=INTS[width])
+        units = triton_scan.Units.of(window, window, chunks=chunks)
+        taken = units.tally.nbytes + units.records.nbytes + units.pairs.nbytes
+        assert triton_ops.scratch(chunks, width=width) == taken
+        assert taken <= chunks * CHUNK * width
 
 
 def test_units_that_overflow_spill_without_loss(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -240,8 +240,9 @@ class DeviceCapture:
             compare_s=begun.until(ended),
         )
         planes_bytes = sum(part.nbytes for part in flight.parts)
+        scratch = self._ops.scratch(len(window.chunks), width=window.width)
         self.costs = replace(
-            self.costs, device_bytes=max(self.costs.device_bytes, 2 * planes_bytes)
+            self.costs, device_bytes=max(self.costs.device_bytes, 2 * planes_bytes + scratch)
         )
         return window
 

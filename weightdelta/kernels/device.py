@@ -155,6 +155,10 @@ class DeviceOps(Protocol):
         """
         ...
 
+    def scratch(self, chunks: int, *, width: int) -> int:
+        """Device memory that ``encode`` takes for itself while it lasts, beside the planes [B]."""
+        ...
+
     def decode_into(
         self, target: torch.Tensor, planes: DevicePlanes, *, chunks: DeviceChunks, xor: bool
     ) -> torch.Tensor:

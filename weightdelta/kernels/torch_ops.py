@@ -12,7 +12,7 @@ import torch
 
 from weightdelta.digest import C1, C2, M1, M2, MASK
 from weightdelta.kernels.device import INTS, ChunkLists, DeviceChunks, DevicePlanes, Placed
-from weightdelta.kernels.planes import GAP_FACTOR
+from weightdelta.kernels.planes import CHUNK, GAP_FACTOR
 
 _BITS: Final = (1, 2, 4, 8, 16, 32, 64, 128)
 
@@ -76,6 +76,11 @@ def _unpacked(bitmap: torch.Tensor) -> torch.Tensor:
 
 def _joined(parts: list[torch.Tensor], like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.cat([like.new_empty(0, dtype=dtype), *(part.to(dtype) for part in parts)])
+
+
+def scratch(chunks: int, *, width: int) -> int:
+    """See ``DeviceOps.scratch``: a chunk's mask of differences, one at a time."""
+    return CHUNK if chunks and width else 0
 
 
 def encode(

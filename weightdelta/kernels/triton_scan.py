@@ -260,6 +260,20 @@ def _scan(
     tl.store(tally + at, found)
 
 
+def _rows(chunks: int, width: int) -> tuple[int, int, int]:
+    """Units of so many chunks, entries in each one's row of scratch, and bytes of an entry."""
+    units = chunks * (CHUNK * width // _UNIT)
+    entry = RECORDS[width].itemsize if width in RECORDS else torch.int16.itemsize + 2 * width
+    most = _SCRATCH // max(1, units * entry)
+    return units, max(16, min(_UNIT // width * _SHARE // 16, most // 16 * 16)), entry
+
+
+def scratch(chunks: int, *, width: int) -> int:
+    """See ``DeviceOps.scratch``."""
+    units, capacity, entry = _rows(chunks, width)
+    return units * (torch.int32.itemsize + capacity * entry)
+
+
 @dataclass(frozen=True, slots=True)
 class Units:
     """Constants and scratch of one call.
@@ -289,19 +303,16 @@ class Units:
         width = old.element_size()
         shift = old.data_ptr() % 8
         lane = 8 if shift == new.data_ptr() % 8 else width
-        per_chunk = CHUNK * width // _UNIT
-        units = chunks * per_chunk
+        units, capacity, _ = _rows(chunks, width)
         kind, pair = RECORDS.get(width, torch.int16), 0 if width in RECORDS else 2
-        most = _SCRATCH // max(1, units * (kind.itemsize + pair * width))
-        capacity = max(16, min(_UNIT // width * _SHARE // 16, most // 16 * 16))
 
         def room(kind: torch.dtype, count: int) -> torch.Tensor:
             return torch.empty(count, dtype=kind, device=old.device)
 
         rows = units * capacity
-        scratch = room(torch.int32, units), room(kind, rows), room(old.dtype, pair * rows)
+        found = room(torch.int32, units), room(kind, rows), room(old.dtype, pair * rows)
         shift = shift if lane > width else 0
-        return cls(width, lane, per_chunk, shift, capacity, *scratch)
+        return cls(width, lane, CHUNK * width // _UNIT, shift, capacity, *found)
 
 
 def scan(old: torch.Tensor, new: torch.Tensor, chunks: DeviceChunks, units: Units) -> None:
