@@ -21,14 +21,14 @@ LAYERS: tuple[str, ...] = (
     "kernels.planes kernels.reference_blocks kernels.reference kernels.compiled "
     "kernels.cpu_blocks kernels.cpu_walk kernels.cpu_sparse kernels.cpu_bytes "
     "kernels.cpu_blake3 kernels.cpu_staged kernels.cpu_ops kernels.cpu_planes "
-    "kernels.cpu_batch kernels.cpu_pieces kernels hashing "
+    "kernels.cpu_batch kernels.cpu_block_planes kernels.cpu_pieces kernels hashing "
     "kernels.device kernels.torch_ops kernels.triton_digest kernels.triton_units "
     "kernels.triton_direct kernels.triton_scan kernels.triton_encode kernels.triton_places "
     "kernels.triton_stage kernels.triton_scatter kernels.triton_ops "
     "kernels.triton_tokens kernels.triton_blocks kernels.torch_masks kernels.triton_masks "
-    "codecs.zstd codecs.zstd_native codecs.slots codecs.batch codecs.sparse codecs.stock "
-    "codecs.blocks codecs.registry codecs.transcode codecs.engine_memory codecs.decoding "
-    "codecs.nvcomp codecs.device_blocks",
+    "codecs.zstd codecs.zstd_native codecs.slots codecs.sparse codecs.stock "
+    "codecs.blocks codecs.batch codecs.registry codecs.transcode codecs.engine_memory "
+    "codecs.decoding codecs.nvcomp codecs.device_blocks",
     # L2: who owns what, and the records that say so
     "tensors device_memory lent_memory state sharding sharding.explicit sharding.dtensor ownership "
     "cover frame chunk_table index record",

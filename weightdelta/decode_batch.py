@@ -4,14 +4,16 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
 from weightdelta.chunk_table import ChunkTable, part
-from weightdelta.codecs.batch import decode_frames
-from weightdelta.codecs.names import DEFAULT, IDS
+from weightdelta.codecs.batch import decode_block_frames, decode_frames
+from weightdelta.codecs.blocks import INNER
+from weightdelta.codecs.names import BY_ID, DEFAULT
 from weightdelta.codecs.registry import decode_frame
+from weightdelta.delta import Arrived
 from weightdelta.fetch import Fetched, Part
 from weightdelta.index import Index
 from weightdelta.kernels.planes import Chunks, Planes, in_one_piece
@@ -105,24 +107,39 @@ def _decode(
     numbers: Sequence[int],
     lent: LentMemory | None,
 ) -> list[Decoded]:
-    arrived, frames, at = part.arrived(numbers), tuple(numbers), np.array(numbers)
-    index = fetched.delta.index
-    if len(frames) > 1 and bool((index.codecs[at] == IDS[DEFAULT]).all()):
+    arrived, frames = part.arrived(numbers), tuple(numbers)
+    if len(frames) > 1:
         memory = _Memory(lent)
-        planes = decode_frames(
-            np.frombuffer(arrived.data, np.uint8),
-            arrived.start,
-            index.sizes[at],
-            chunks=_chunks(table, frames),
-            bounds=_bounds(table, frames),
-            width=int(table.width[frames[0]]),
-            values=fetched.delta.entry.values,
-            memory=memory,
-        )
+        planes = _batch(fetched, table, arrived, memory)
         if planes is not None:
             return [Decoded(frames, planes, memory.lent)]
     found = [_single(fetched, table, frame, data) for frame, data in arrived.items()]
     return found if len(found) == 1 else [_joined(found, int(table.width[frames[0]]), lent)]
+
+
+def _batch(
+    fetched: Fetched, table: ChunkTable, arrived: Arrived, memory: "_Memory"
+) -> Planes | None:
+    """Many frames at once; None where that cannot be, or some frame is unsound."""
+    index, frames, at = fetched.delta.index, arrived.frames, np.array(arrived.frames)
+    codecs = set(index.codecs[at].tolist())
+    codec = BY_ID[codecs.pop()] if len(codecs) == 1 else None
+    inner = INNER.get(codec) if codec else None
+    if codec != DEFAULT and not inner:
+        return None
+    data, sizes = np.frombuffer(arrived.data, np.uint8), index.sizes[at]
+    where: Any = {
+        "chunks": _chunks(table, frames),
+        "bounds": _bounds(table, frames),
+        "width": int(table.width[frames[0]]),
+        "memory": memory,
+    }
+    if inner:
+        changed = index.changed[at].astype(np.int64)
+        return decode_block_frames(
+            data, arrived.start, sizes, inner=inner, changed=changed, **where
+        )
+    return decode_frames(data, arrived.start, sizes, values=fetched.delta.entry.values, **where)
 
 
 def _joined(found: Sequence[Decoded], width: int, lent: LentMemory | None) -> Decoded:

@@ -1,4 +1,4 @@
-"""Many frames of the sparse codec encoded or decoded by one or two long calls.
+"""Many frames encoded or decoded by one or two long calls.
 
 Frame by frame, threads would spend their time on handing the interpreter's lock around. What a
 batch finds unsound it does not explain: the caller decodes those frames one by one, and the
@@ -12,10 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from weightdelta.codecs import zstd, zstd_native
+from weightdelta.codecs.blocks import block_lengths
 from weightdelta.codecs.names import Values
 from weightdelta.codecs.slots import SLOTS
+from weightdelta.codecs.stock import Inner, most
 from weightdelta.kernels import has_compiled
-from weightdelta.kernels.planes import Chunks, Planes
+from weightdelta.kernels.planes import GAP_FACTOR, Chunks, Planes
 
 U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
@@ -89,6 +91,53 @@ def decode_frames(
         bounds=bounds,
         width=width,
         xor=values == "xor",
+        zstd=native,
+        limit=zstd.MAX_WINDOW,
+        memory=memory,
+    )
+
+
+def decode_block_frames(
+    data: U8,
+    start: I64,
+    sizes: npt.NDArray[np.uint32],
+    *,
+    inner: Inner,
+    chunks: Chunks,
+    bounds: I64,
+    width: int,
+    changed: I64,
+    memory: Callable[[int], U8],
+) -> Planes | None:
+    """``decode_frames`` for frames of Snappy or LZ4 blocks, in which less than a sixth has changed.
+
+    ``inner`` is the bitstream of the blocks, ``changed`` (int64 [frames]) the changes that each
+    must have; all else is as there.
+    """
+    native = zstd_native.decompressor() if has_compiled() else None
+    table, numel = sizes.astype(np.int64), np.add.reduceat(chunks.length, bounds[:-1])
+    ends = start + table.sum(axis=1)
+    outside = bool(table[:, 3:7].any()) or int(ends.max(initial=0)) > len(data)
+    if native is None or outside or bool((GAP_FACTOR * changed > numel).any()):
+        return None
+    from weightdelta.kernels import cpu_block_planes
+
+    lengths = [block_lengths(size) for size in (numel * width).tolist()]
+    joined = np.concatenate(lengths)
+    return cpu_block_planes.decode(
+        data,
+        start,
+        table,
+        masks=cpu_block_planes.Masks(
+            np.concatenate([[0], np.cumsum([len(part) for part in lengths])]),
+            joined,
+            most(joined, inner=inner),
+            inner == "lz4",
+        ),
+        chunks=chunks,
+        bounds=bounds,
+        changed=changed,
+        width=width,
         zstd=native,
         limit=zstd.MAX_WINDOW,
         memory=memory,

@@ -80,7 +80,7 @@ def _past_blocks(data: Any, at: Any, end: Any) -> Any:
 
 
 @jit
-def _plane(zstd: Any, data: Any, at: Any, size: Any, content: Any, limit: Any, out: Any) -> Any:
+def plane(zstd: Any, data: Any, at: Any, size: Any, content: Any, limit: Any, out: Any) -> Any:
     """Decompress a plane: 1, or 0 when it is left out, or -1 when it is unsound."""
     if size == 0:
         return 0
@@ -97,14 +97,14 @@ def _plane(zstd: Any, data: Any, at: Any, size: Any, content: Any, limit: Any, o
 
 
 @jit
-def _joined(
+def joined(
     zstd: Any, data: Any, at: Any, sizes: Any, count: Any, limit: Any, raw: Any, out: Any
 ) -> Any:
     """Elements from as many byte planes as there are ``sizes``; False when one is unsound."""
     for i in range(count):
         out[i] = 0
     for s in range(len(sizes)):
-        found = _plane(zstd, data, at, sizes[s], count, limit, raw)
+        found = plane(zstd, data, at, sizes[s], count, limit, raw)
         if found < 0:
             return False
         if found:
@@ -122,7 +122,7 @@ def _all_counts(
     for f in range(len(start)):
         low, high = bounds[f], bounds[f + 1]
         part = counts[low:high]
-        if not _joined(zstd, data, start[f], sizes[f, :3], high - low, limit, raw, part):
+        if not joined(zstd, data, start[f], sizes[f, :3], high - low, limit, raw, part):
             return f
         for c in range(low, high):
             k, n = np.int64(counts[c]), length[c]
@@ -143,7 +143,7 @@ def _differences(
 ) -> Any:  # fmt: skip
     """Values from nibbles (the first of ``sizes``) and escapes (the others)."""
     octets = (len(out) + 1) // 2
-    found = _plane(zstd, data, at, sizes[0], octets, limit, nibbles)
+    found = plane(zstd, data, at, sizes[0], octets, limit, nibbles)
     if found < 0:
         return False
     if found == 0:
@@ -153,7 +153,7 @@ def _differences(
     if len(out) % 2 and packed[octets - 1] >> 4:
         return False
     count = _count_escapes(packed)
-    if not _joined(zstd, data, at + sizes[0], sizes[1:], count, limit, raw, escaped):
+    if not joined(zstd, data, at + sizes[0], sizes[1:], count, limit, raw, escaped):
         return False
     largest = ~ZERO >> np.uint64(64 - 8 * out.itemsize)  # zigzag makes no such value
     for i in range(count):
@@ -171,7 +171,7 @@ def _sound(
     """Decode the values of one frame; ``sizes`` are those from the nibbles on."""
     if not xor:
         return _differences(zstd, data, at, sizes, limit, raw, nibbles, escaped, small, out)
-    if not _joined(zstd, data, at, sizes[1:], len(out), limit, raw, out):
+    if not joined(zstd, data, at, sizes[1:], len(out), limit, raw, out):
         return False
     zeros = 0
     for i in range(len(out)):
@@ -194,10 +194,10 @@ def _all_planes(
         at = start[f]
         for s in range(3):
             at += sizes[f, s]
-        if not _joined(zstd, data, at, sizes[f, 3:5], len(gap), limit, raw, gap):
+        if not joined(zstd, data, at, sizes[f, 3:5], len(gap), limit, raw, gap):
             return f
         at += sizes[f, 3] + sizes[f, 4]
-        if not _joined(zstd, data, at, sizes[f, 5:6], len(bit), limit, raw, bit):
+        if not joined(zstd, data, at, sizes[f, 5:6], len(bit), limit, raw, bit):
             return f
         at += sizes[f, 5]
         rest = sizes[f, 6 : 7 + width]
