@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from weightdelta.codecs import stock
-from weightdelta.codecs.blocks import Blocks
+from weightdelta.codecs.blocks import Blocks, check_blocks
 from weightdelta.codecs.engine_memory import EngineBuffer
-from weightdelta.codecs.nvcomp import BlockCodec, check, check_blocks
+from weightdelta.codecs.nvcomp import BlockCodec, check
 from weightdelta.codecs.stock import Inner
 from weightdelta.errors import ConfigError, DamagedObject
 from weightdelta.kernels.planes import BLOCK_BYTES

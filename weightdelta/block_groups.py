@@ -11,9 +11,8 @@ import numpy.typing as npt
 import torch
 
 from weightdelta.block_memory import ENTRY, SLOTS, BlockMemory
-from weightdelta.codecs.blocks import block_lengths
+from weightdelta.codecs.blocks import block_lengths, check_blocks
 from weightdelta.codecs.decoding import Decoder, Job, Source
-from weightdelta.codecs.nvcomp import check_blocks
 from weightdelta.codecs.transcode import ALIGN
 from weightdelta.kernels.cpu_walk import lay_out
 from weightdelta.kernels.planes import BLOCK_BYTES

@@ -124,7 +124,8 @@ def _batch(
     index, frames, at = fetched.delta.index, arrived.frames, np.array(arrived.frames)
     codecs = set(index.codecs[at].tolist())
     codec = BY_ID[codecs.pop()] if len(codecs) == 1 else None
-    inner = INNER.get(codec) if codec else None
+    values = fetched.delta.entry.values
+    inner = INNER.get(codec) if codec and values == "xor" else None
     if codec != DEFAULT and not inner:
         return None
     data, sizes = np.frombuffer(arrived.data, np.uint8), index.sizes[at]
@@ -139,7 +140,7 @@ def _batch(
         return decode_block_frames(
             data, arrived.start, sizes, inner=inner, changed=changed, **where
         )
-    return decode_frames(data, arrived.start, sizes, values=fetched.delta.entry.values, **where)
+    return decode_frames(data, arrived.start, sizes, values=values, **where)
 
 
 def _joined(found: Sequence[Decoded], width: int, lent: LentMemory | None) -> Decoded:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +11,8 @@ from fuzz.mutate import Rng, any_bytes, edge
 from fuzz.target import Target
 from fuzz.zstd_forge import forge
 from weightdelta.codecs import zstd
-from weightdelta.codecs.batch import decode_frames
+from weightdelta.codecs.batch import decode_block_frames, decode_frames
+from weightdelta.codecs.blocks import INNER
 from weightdelta.codecs.names import DEFAULT, IDS, Codec, Values, takes
 from weightdelta.codecs.registry import decode_frame, encode_frame
 from weightdelta.codecs.slots import SLOTS
@@ -134,19 +136,36 @@ def _comes_back(planes: Planes, chunks: Chunks, frame: Frame, values: Values) ->
         assert np.array_equal(getattr(again, name), getattr(planes, name)), name
 
 
-def _in_batch(item: Input) -> Planes | None:
-    """The input as both frames of a batch."""
+def _in_batch(item: Input, codec: Codec, changed: int) -> Planes | None:
+    """The input as both frames of a batch, of which each has ``changed`` changes."""
     frame, chunks = CASES[item.case]
-    count = len(chunks)
-    return decode_frames(
-        np.frombuffer(item.data, np.uint8),
-        np.zeros(2, np.int64),
-        np.stack([item.sizes, item.sizes]),
-        chunks=Chunks(*(np.tile(getattr(chunks, name), 2) for name in Chunks.__slots__)),
-        bounds=np.array([0, count, 2 * count]),
-        width=frame.width,
-        values=item.values,
-    )
+    data, start = np.frombuffer(item.data, np.uint8), np.zeros(2, np.int64)
+    sizes, count = np.stack([item.sizes, item.sizes]), len(chunks)
+    where: Any = {
+        "chunks": Chunks(*(np.tile(getattr(chunks, name), 2) for name in Chunks.__slots__)),
+        "bounds": np.array([0, count, 2 * count]),
+        "width": frame.width,
+    }
+    if codec == DEFAULT:
+        return decode_frames(data, start, sizes, values=item.values, **where)
+    return decode_block_frames(
+        data, start, sizes, inner=INNER[codec], changed=np.array([changed, changed]),
+        memory=lambda nbytes: np.empty(nbytes, np.uint8), **where,
+    )  # fmt: skip
+
+
+def _refused_in_batch(item: Input, codec: Codec) -> None:
+    """A batch takes nothing that is damaged, whatever the index may say of it."""
+    if int(item.sizes.sum(dtype=np.uint64)) == len(item.data) and takes(codec, item.values):
+        for changed in (1,) if codec == DEFAULT else range(1, 9):
+            assert _in_batch(item, codec, changed) is None, "a batch took what is damaged"
+
+
+def _agrees_in_batch(item: Input, codec: Codec, planes: Planes) -> None:
+    """A batch finds the same, if it is for frames like this one."""
+    few = 0 < GAP_FACTOR * planes.changed <= CASES[item.case][0].numel
+    if codec == DEFAULT or few:
+        _same_twice(planes, _in_batch(item, codec, planes.changed))
 
 
 def _same_twice(one: Planes, both: Planes | None) -> None:
@@ -157,6 +176,7 @@ def _same_twice(one: Planes, both: Planes | None) -> None:
 
 def frame_target(codec: Codec) -> Target:
     """Frames of one codec."""
+    batched = codec == DEFAULT or codec in INNER
 
     def check(raw: bytes) -> None:
         item = Input.of(raw)
@@ -167,11 +187,11 @@ def frame_target(codec: Codec) -> Target:
                 values=item.values, where="frame",
             )  # fmt: skip
         except DamagedObject:
-            if codec == DEFAULT and int(item.sizes.sum(dtype=np.uint64)) == len(item.data):
-                assert _in_batch(item) is None, "a batch took what is damaged"
+            if batched:
+                _refused_in_batch(item, codec)
             raise
-        if codec == DEFAULT and load("cpu") is ops():
-            _same_twice(planes, _in_batch(item))
+        if batched and load("cpu") is ops():
+            _agrees_in_batch(item, codec, planes)
         _sound(planes, chunks, frame)
         _comes_back(planes, chunks, frame, item.values)
 

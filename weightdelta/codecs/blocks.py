@@ -280,6 +280,8 @@ def decode_frame(
     blocks = inner and read_blocks(data, sizes, inner=inner, size=size, where=where)
     if blocks and (planes := _sparse(blocks, chunks, width)):
         return planes
+    if blocks and has_compiled():
+        check_blocks(blocks, where=where)  # stock decoders let some unsound blocks pass
     mask = _masks.get(size)
     if blocks:
         unpack(blocks, out=mask, where=where)
@@ -290,6 +292,23 @@ def decode_frame(
     # What differs from zero; fresh zeros that are only read share one page of memory.
     zeros = np.zeros(len(elements), elements.dtype)
     return ops().encode(zeros, elements, chunks=chunks, xor=True)[0]
+
+
+def check_blocks(blocks: Blocks, *, where: str) -> None:
+    """Return only if any decoder can decode ``blocks`` without harm, each to its place's size.
+
+    Raises:
+        DamagedObject: A block is damaged; it is named.
+    """
+    from weightdelta.kernels.cpu_walk import unsound
+
+    lengths = block_lengths(blocks.size)
+    found = unsound(blocks.arena, blocks.sizes, lengths=lengths, lz4=blocks.inner == "lz4")
+    if found >= 0:
+        raise damaged(
+            f"{where}, block {found}",
+            f"damaged {blocks.inner} block, or not one of {int(lengths[found])} bytes of mask",
+        )
 
 
 def _sparse(blocks: Blocks, chunks: Chunks, width: int) -> Planes | None:

@@ -5,9 +5,9 @@ zero-run blocks are decoded here, and what is encoded here is decoded there. Dec
 on the device's decompression engine where it has one, else on its multiprocessors.
 
 nvCOMP tells nothing of a damaged block: the rest of its place stays as it was, neighbours are
-overwritten, or the process loses its GPU (seen with 6.0 on an H200). So :func:`check_blocks` walks
-all blocks on the CPU before a device sees them, and ``apply_blocks`` compares what the pause
-decodes with what a dry run did.
+overwritten, or the process loses its GPU (seen with 6.0 on an H200). So all blocks are walked on
+the CPU before a device sees them (``blocks.check_blocks``), and ``apply_blocks`` compares what the
+pause decodes with what a dry run did.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,11 @@ import numpy as np
 import torch
 
 from weightdelta.codecs import stock
-from weightdelta.codecs.blocks import Blocks, block_lengths
 from weightdelta.codecs.decoding import I64, Source
 from weightdelta.codecs.decoding import Job as Job
-from weightdelta.codecs.slots import damaged
 from weightdelta.codecs.stock import Inner
 from weightdelta.codecs.transcode import ALIGN
 from weightdelta.errors import ConfigError, DeviceLost
-from weightdelta.kernels.cpu_walk import unsound
 from weightdelta.kernels.planes import BLOCK_BYTES
 
 #: nvCOMP's names of the bitstreams.
@@ -278,22 +275,6 @@ class BlockCodec:
                 "and load the weights anew"
             ) from error
         del running
-
-
-def check_blocks(blocks: Blocks, *, where: str) -> None:
-    """Return only if a device can decode ``blocks`` without harm, each to its place's size.
-
-    Raises:
-        DamagedObject: A block is damaged; it is named.
-    """
-    lengths = block_lengths(blocks.size)
-    lz4 = blocks.inner == "lz4"
-    found = unsound(blocks.arena, blocks.sizes, lengths=lengths, lz4=lz4)
-    if found >= 0:
-        raise damaged(
-            f"{where}, block {found}",
-            f"damaged {blocks.inner} block, or not one of {int(lengths[found])} bytes of mask",
-        )
 
 
 def _packed(room: torch.Tensor, places: I64, sizes: I64) -> torch.Tensor:
