@@ -47,7 +47,7 @@ class LentMemory:
             return None
         # An array's base is never another array, so this is what all views keep alive.
         raw: Any = (ctypes.c_uint8 * nbytes).from_address(block.data_ptr())
-        weakref.finalize(raw, self._back, block)
+        weakref.finalize(raw, self._back, block).atexit = False
         return np.frombuffer(raw, np.uint8)
 
     def _new(self) -> torch.Tensor | None:

@@ -59,7 +59,8 @@ class _Context:
     def __init__(self, create: Any, free: Any) -> None:
         self.address: int | None = create()
         if self.address:
-            weakref.finalize(self, free, ctypes.c_void_p(self.address))
+            gone = weakref.finalize(self, free, ctypes.c_void_p(self.address))
+            gone.atexit = False  # a daemon may still be using it then
 
 
 def _is_set_up(library: ctypes.CDLL, address: int) -> bool:
