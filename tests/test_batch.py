@@ -45,7 +45,7 @@ class _Frames:
         self.start = np.array(starts, np.int64)
         self.sizes = np.array(table, np.uint32)
 
-    def decode(self) -> Planes | None:
+    def decode(self, changed: Any = None, memory: Any = np.empty) -> Planes | None:
         return batch.decode_frames(
             self.data,
             self.start,
@@ -54,6 +54,8 @@ class _Frames:
             bounds=self.bounds,
             width=self.width,
             values=self.values,
+            changed=changed,
+            memory=lambda nbytes: memory(nbytes).view(np.uint8)[:nbytes],
         )
 
 
@@ -121,6 +123,22 @@ def test_a_wrong_size_is_refused(slot: int) -> None:
         made.sizes[1, slot] += step
         assert made.decode() is None
         made.sizes[1, slot] -= step
+
+
+@pytest.mark.parametrize("step", [-1, 1])
+def test_another_number_of_changes_is_refused_before_memory_is_taken(step: int) -> None:
+    made = _Frames([700, 900], [0.1, 0.5], 2, "diff")
+    changed = np.array([p.changed for p in made.planes], np.int64)
+    assert made.decode(changed) is not None
+    changed[0] += step
+    with_memory: list[int] = []
+
+    def memory(nbytes: int) -> Any:
+        with_memory.append(nbytes)
+        return np.empty(nbytes, np.uint8)
+
+    assert made.decode(changed, memory) is None
+    assert not with_memory
 
 
 @pytest.mark.parametrize("extra", [b"\0", b"\x28\xb5\x2f\xfd\x24\x00\x01\x00\x00", b"x" * 40])

@@ -156,6 +156,20 @@ def test_frames_come_back_verified_and_in_order(run: Run, threads: int) -> None:
         assert delta.decode(frame, data).changed == delta.index.changed[frame]
 
 
+@pytest.mark.parametrize("step", [-1, 1])
+def test_a_frame_has_the_changes_that_the_index_says(run: Run, step: int) -> None:
+    """Tasks are cut by that number."""
+    delta = run.delta()
+    frame = int(np.flatnonzero(delta.index.changed > 1)[0])
+    ((_, data),) = run.reader().frames(delta, [frame])
+    changed = delta.index.changed.copy()
+    changed[frame] = int(changed[frame]) + step
+    other = replace(delta, index=replace(delta.index, changed=changed))
+    assert delta.decode(frame, data).changed == delta.index.changed[frame]
+    with pytest.raises(DamagedObject, match=f"expected {changed[frame]} changed elements"):
+        other.decode(frame, data)
+
+
 def test_a_frame_is_believed_only_by_its_hash(run: Run) -> None:
     """Its planes have checksums of their own, which are no reason to decode it."""
     delta = run.delta()

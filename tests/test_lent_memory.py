@@ -1,7 +1,10 @@
 """Lent blocks come back by themselves, when the last array in them has gone, and no sooner."""
 
 import gc
+import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,6 +64,37 @@ def test_without_pinned_memory_there_is_none(
         assert memory.take(1) is None
         assert memory.take(1) is None
     assert memory.take(1) is not None
+
+
+def test_a_collection_in_the_middle_of_lending_gives_back(memory: LentMemory) -> None:
+    """It may run in the very thread that holds the lock, which would wait for itself."""
+    whole = memory.take(16)
+    assert whole is not None
+    held = [whole]
+    del whole
+    collected: list[bool] = []
+
+    def collect(frame: Any, event: str, _: object) -> Any:
+        if memory._lock.locked() and held and frame.f_code.co_name == "take":
+            held.clear()
+            collected.append(event == "line")
+        return collect
+
+    def lend() -> None:
+        sys.settrace(collect)
+        try:
+            taken.append(memory.take(16))
+        finally:
+            sys.settrace(None)
+
+    taken: list[Any] = []
+    thread = threading.Thread(target=lend, daemon=True)
+    thread.start()
+    thread.join(20)
+    assert not thread.is_alive()
+    assert collected
+    assert taken[0] is not None
+    assert memory._free or memory.take(16) is not None
 
 
 def test_many_threads(memory: LentMemory) -> None:

@@ -130,16 +130,14 @@ def _batch(
         return None
     data, sizes = np.frombuffer(arrived.data, np.uint8), index.sizes[at]
     where: Any = {
+        "changed": index.changed[at].astype(np.int64),
         "chunks": _chunks(table, frames),
         "bounds": _bounds(table, frames),
         "width": int(table.width[frames[0]]),
         "memory": memory,
     }
     if inner:
-        changed = index.changed[at].astype(np.int64)
-        return decode_block_frames(
-            data, arrived.start, sizes, inner=inner, changed=changed, **where
-        )
+        return decode_block_frames(data, arrived.start, sizes, inner=inner, **where)
     return decode_frames(data, arrived.start, sizes, values=values, **where)
 
 
@@ -178,6 +176,7 @@ def _single(fetched: Fetched, table: ChunkTable, frame: int, data: memoryview) -
         values=delta.entry.values,
         where=delta.where(frame),
     )
+    delta.check_changed(frame, planes)
     return Decoded((frame,), planes)
 
 

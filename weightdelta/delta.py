@@ -93,7 +93,7 @@ class Delta:
     def decode(self, frame: int, data: bytes | memoryview) -> Planes:
         """Planes of a frame whose bytes have been verified."""
         spec = self.plan.frame(frame)
-        return decode_frame(
+        planes = decode_frame(
             data,
             self.index.sizes_of(frame),
             codec=self.index.codec_of(frame),
@@ -102,6 +102,21 @@ class Delta:
             values=self.entry.values,
             where=self.where(frame),
         )
+        self.check_changed(frame, planes)
+        return planes
+
+    def check_changed(self, frame: int, planes: Planes) -> None:
+        """Check that a frame has as many changes as the index says; work is shared out by that.
+
+        Raises:
+            DamagedObject: It has not.
+        """
+        wanted = int(self.index.changed[frame])
+        if planes.changed != wanted:
+            raise DamagedObject(
+                f"{self.where(frame)}: expected {wanted} changed elements as the index says, "
+                f"found {planes.changed}; the object is damaged"
+            )
 
     def blocks(self, frame: int, data: bytes | memoryview, *, inner: Inner) -> Blocks:
         """A verified frame's XOR mask as raw Snappy or LZ4 blocks, for a device decoder.

@@ -53,11 +53,12 @@ class LentMemory:
     def _new(self) -> torch.Tensor | None:
         try:
             return torch.empty(BLOCK, dtype=torch.uint8, pin_memory=self._pinned)
-        except (torch.OutOfMemoryError, torch.AcceleratorError):  # then without
+        except (RuntimeError, MemoryError):  # then without; CUDA's errors are of the first kind
             with self._lock:
                 self._made -= 1
             return None
 
     def _back(self, block: torch.Tensor) -> None:
-        with self._lock:
-            self._free.append(block)
+        # Without the lock: a collection may call this in a thread that holds it. Appending is one
+        # step, and only ``take`` removes.
+        self._free.append(block)

@@ -55,6 +55,7 @@ def decode_frames(
     bounds: I64,
     width: int,
     values: Values,
+    changed: I64 | None = None,
     memory: Callable[[int], U8] = lambda nbytes: np.empty(nbytes, np.uint8),
 ) -> Planes | None:
     """The changes of many frames, one after the other, as the planes of one.
@@ -67,6 +68,7 @@ def decode_frames(
         bounds: int64 [frames + 1], chunks of each frame.
         width: Bytes of an element.
         values: Whether the values are differences or XORs.
+        changed: int64 [frames], changes that each must have; None where nothing says.
         memory: Gives that many bytes for all planes but the counts.
 
     Returns:
@@ -91,6 +93,7 @@ def decode_frames(
         bounds=bounds,
         width=width,
         xor=values == "xor",
+        changed=changed,
         zstd=native,
         limit=zstd.MAX_WINDOW,
         memory=memory,

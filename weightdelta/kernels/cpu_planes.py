@@ -211,7 +211,7 @@ def _all_planes(
 
 def decode(
     data: U8, start: I64, sizes: I64, *, length: I64, bounds: I64, width: int, xor: bool,
-    zstd: tuple[int, int], limit: int, memory: Callable[[int], U8],
+    changed: I64 | None, zstd: tuple[int, int], limit: int, memory: Callable[[int], U8],
 ) -> Planes | None:  # fmt: skip
     """The changes of many frames, one after the other; None when some frame is unsound.
 
@@ -224,6 +224,7 @@ def decode(
         bounds: int64 [frames + 1], chunks of each frame.
         width: Bytes of an element.
         xor: Whether values are XORs, else differences.
+        changed: int64 [frames], changes that each must have; None where nothing says.
         zstd: Addresses of ``ZSTD_decompressDCtx`` and of a context for this thread.
         limit: Largest window of a Zstd frame, unless its content itself is larger [B].
         memory: Gives that many bytes for gaps, bitmap and values, aligned for any of them.
@@ -233,6 +234,8 @@ def decode(
     counts, implied = np.empty(len(length), np.uint32), np.zeros((3, len(start)), np.int64)
     raw = scratch.get("raw", int(np.diff(bounds).max(initial=0)), np.uint8)
     if _all_counts(call, data, start, sizes, length, bounds, limit, raw, counts, implied) >= 0:
+        return None
+    if changed is not None and bool((implied[2] != changed).any()):
         return None
     ends = np.zeros((3, len(start) + 1), np.int64)
     np.cumsum(implied, axis=1, out=ends[:, 1:])
