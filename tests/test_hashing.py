@@ -1,4 +1,6 @@
-"""Hashes of many pieces at once are those of the library, piece by piece."""
+"""Hashes of many pieces are those of the library, piece by piece."""
+
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -6,9 +8,7 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightdelta import hashing
 from weightdelta.hashing import SHORT, hash_each, hash_pieces
-from weightdelta.kernels.cpu_blake3 import hash_many
 
 RANDOM = np.random.default_rng(7)
 MEMORY = RANDOM.integers(0, 256, 1 << 18, dtype=np.uint8)
@@ -21,15 +21,6 @@ SIZES = sorted(
 def _expected(start: list[int], size: list[int]) -> list[bytes]:
     pieces = zip(start, size, strict=True)
     return [blake3(MEMORY[low : low + n].tobytes()).digest() for low, n in pieces]
-
-
-@pytest.mark.parametrize("lanes", range(1, 10))
-def test_every_edge_of_a_piece(lanes: int) -> None:
-    """Pieces of one size fill the lanes, and leave some idle."""
-    for size in SIZES:
-        start = list(range(lanes))
-        found = hash_many(MEMORY, np.array(start), np.full(lanes, size))
-        assert [bytes(row) for row in found] == _expected(start, [size] * lanes)
 
 
 @given(
@@ -58,10 +49,13 @@ def test_short_and_long_pieces_hash_alike(size: int, count: int) -> None:
     assert np.array_equal(each, found)
 
 
-def test_without_compiled_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hashing, "has_compiled", lambda: False)
-    found = hash_pieces(MEMORY, np.array([0, 5]), np.array([10, 0]))
-    assert [bytes(row) for row in found] == _expected([0, 5], [10, 0])
+def test_threads_take_turns_and_all_get_theirs() -> None:
+    start, size = [0, 9, 500], [100, 1, 2000]
+    with ThreadPoolExecutor(4) as pool:
+        arguments = MEMORY, np.array(start), np.array(size)
+        jobs = [pool.submit(hash_pieces, *arguments) for _ in range(20)]
+    for job in jobs:
+        assert [bytes(row) for row in job.result()] == _expected(start, size)
 
 
 @pytest.mark.parametrize(

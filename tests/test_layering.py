@@ -20,7 +20,7 @@ LAYERS: tuple[str, ...] = (
     # L1: bytes <-> changed elements
     "kernels.planes kernels.reference_blocks kernels.reference kernels.compiled "
     "kernels.cpu_blocks kernels.cpu_walk kernels.cpu_sparse kernels.cpu_bytes "
-    "kernels.cpu_blake3 kernels.cpu_staged kernels.cpu_ops kernels.cpu_planes "
+    "kernels.cpu_staged kernels.cpu_ops kernels.cpu_planes "
     "kernels.cpu_batch kernels.cpu_block_planes kernels.cpu_pieces kernels hashing "
     "kernels.device kernels.torch_ops kernels.triton_digest kernels.triton_units "
     "kernels.triton_direct kernels.triton_scan kernels.triton_encode kernels.triton_places "

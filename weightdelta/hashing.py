@@ -1,20 +1,21 @@
-"""Content hashes of many pieces of memory: in one long call where they are short."""
+"""Content hashes of many pieces of memory."""
 
+import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from weightdelta.kernels import has_compiled
-
 U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
 
-#: Bytes of a piece on average up to which one call for all is faster: the library fills more of
-#: a vector with a long piece, but every call of it hands the interpreter's lock around.
+#: Bytes of a piece on average up to which threads take turns: such a piece is hashed sooner than
+#: the interpreter's lock, which every call gives back, comes round among many that want it.
 SHORT: Final = 64 << 10
+_turn: Final = threading.Lock()
 
 
 def hash_pieces(data: U8, start: I64, size: I64) -> U8:
@@ -33,21 +34,18 @@ def hash_pieces(data: U8, start: I64, size: I64) -> U8:
     """
     if len(start) and bool(((start < 0) | (size < 0) | (size > len(data) - start)).any()):
         raise ValueError(f"some piece does not lie in the {len(data)} bytes given")
-    if len(start) > 1 and int(size.sum()) <= SHORT * len(start) and has_compiled():
-        from weightdelta.kernels.cpu_blake3 import hash_many
-
-        return hash_many(data, start, size)
-    view = memoryview(data.data)
-    bounds = zip(start.tolist(), (start + size).tolist(), strict=True)
-    found = b"".join(blake3(view[low:high]).digest() for low, high in bounds)
-    return np.frombuffer(found, np.uint8).reshape(-1, 32)
+    view, ends = memoryview(data.data), (start + size).tolist()
+    pieces = [view[low:high] for low, high in zip(start.tolist(), ends, strict=True)]
+    return _hashes(pieces, int(size.sum()))
 
 
 def hash_each(pieces: Sequence[bytes]) -> U8:
     """The BLAKE3 of each of ``pieces``, uint8 [pieces, 32]."""
-    size = np.array([len(piece) for piece in pieces], np.int64)
-    if len(pieces) > 1 and int(size.sum()) <= SHORT * len(pieces):
-        joined = np.frombuffer(b"".join(pieces), np.uint8)
-        return hash_pieces(joined, np.cumsum(size) - size, size)
-    found = b"".join(blake3(piece).digest() for piece in pieces)
+    return _hashes(pieces, sum(map(len, pieces)))
+
+
+def _hashes(pieces: Sequence[bytes | memoryview], total: int) -> U8:
+    short = len(pieces) > 1 and total <= SHORT * len(pieces)
+    with _turn if short else nullcontext():
+        found = b"".join(blake3(piece).digest() for piece in pieces)
     return np.frombuffer(found, np.uint8).reshape(-1, 32)
