@@ -73,7 +73,7 @@ def decode_all(
     )
     try:
         while jobs:
-            yield from jobs.popleft().result()
+            yield jobs.popleft().result()
     except BaseException:
         for job in jobs:
             job.cancel()
@@ -106,15 +106,15 @@ def _decode(
     part: Part,
     numbers: Sequence[int],
     lent: LentMemory | None,
-) -> list[Decoded]:
+) -> Decoded:
     arrived, frames = part.arrived(numbers), tuple(numbers)
     if len(frames) > 1:
         memory = _Memory(lent)
         planes = _batch(fetched, table, arrived, memory)
         if planes is not None:
-            return [Decoded(frames, planes, memory.lent)]
+            return Decoded(frames, planes, memory.lent)
     found = [_single(fetched, table, frame, data) for frame, data in arrived.items()]
-    return found if len(found) == 1 else [_joined(found, int(table.width[frames[0]]), lent)]
+    return found[0] if len(found) == 1 else _joined(found, int(table.width[frames[0]]), lent)
 
 
 def _batch(

@@ -20,7 +20,17 @@ from weightdelta.codecs.names import Codec
 from weightdelta.codecs.slots import SLOTS, SlotReader, damaged, outer
 from weightdelta.codecs.stock import Inner as Inner
 from weightdelta.kernels import has_compiled, ops
-from weightdelta.kernels.planes import BLOCK_BYTES, GAP_FACTOR, UINTS, Chunks, Elements, Planes
+from weightdelta.kernels.planes import (
+    BLOCK_BYTES,
+    FIRST_PIECE,
+    GAP_FACTOR,
+    MOST_PIECES,
+    PIECE_BLOCKS,
+    UINTS,
+    Chunks,
+    Elements,
+    Planes,
+)
 
 U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
@@ -35,10 +45,6 @@ PARTS: Final = (
 )  # fmt: skip
 
 _SIZES: Final = 0
-_PIECES: Final = 7
-_MOST_PIECES: Final = 8
-#: Blocks in a piece, unless a frame has more than fit in eight.
-_PIECE_BLOCKS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +72,7 @@ def block_lengths(size: int) -> I64:
 
 def pieces(blocks: int) -> list[range]:
     """Which blocks each piece of the outer stage holds."""
-    count = min(_MOST_PIECES, -(-blocks // _PIECE_BLOCKS))
+    count = min(MOST_PIECES, -(-blocks // PIECE_BLOCKS))
     each = -(-blocks // max(count, 1))
     return [range(i * each, min(i * each + each, blocks)) for i in range(count)]
 
@@ -136,7 +142,7 @@ def pack(planes: Planes, *, inner: Inner, chunks: Chunks, width: int) -> Blocks:
 def wrap(blocks: Blocks) -> Iterator[bytes]:
     """The parts of an encoded frame of these blocks, whoever encoded them: the outer stage."""
     yield from (outer(plane) for plane in ops().split(blocks.sizes)[:3])
-    yield from [b""] * (_PIECES - 3)
+    yield from [b""] * (FIRST_PIECE - 3)
     ends = np.concatenate([[0], np.cumsum(blocks.sizes, dtype=np.int64)])
     for piece in pieces(len(blocks.sizes)):
         part = blocks.arena[ends[piece.start] : ends[piece.stop]]
@@ -144,7 +150,7 @@ def wrap(blocks: Blocks) -> Iterator[bytes]:
 
 
 def _mask_parts(mask: U8, *, compressed: bool) -> Iterator[bytes]:
-    yield from [b""] * _PIECES
+    yield from [b""] * FIRST_PIECE
     for piece in pieces(len(block_lengths(len(mask)))):
         part = mask[piece.start * BLOCK_BYTES : piece.stop * BLOCK_BYTES]
         if compressed:
@@ -204,9 +210,9 @@ def read_blocks(
     lengths = block_lengths(size)
     found = _read_sizes(reader, lengths, inner)
     cut = pieces(len(lengths))
-    reader.unused([*range(3, _PIECES), *range(_PIECES + len(cut), SLOTS)])
+    reader.unused([*range(3, FIRST_PIECE), *range(FIRST_PIECE + len(cut), SLOTS)])
     parts = [
-        _required(reader, _PIECES + i, int(found[piece.start : piece.stop].sum()))
+        _required(reader, FIRST_PIECE + i, int(found[piece.start : piece.stop].sum()))
         for i, piece in enumerate(cut)
     ]
     return Blocks(inner, size, found, np.concatenate([np.empty(0, np.uint8), *parts]))
@@ -240,13 +246,13 @@ def unpack(blocks: Blocks, *, out: U8, where: str) -> None:
 
 def _read_mask(reader: SlotReader, out: U8, *, compressed: bool) -> None:
     cut = pieces(len(block_lengths(len(out))))
-    reader.unused([*range(_PIECES), *range(_PIECES + len(cut), SLOTS)])
+    reader.unused([*range(FIRST_PIECE), *range(FIRST_PIECE + len(cut), SLOTS)])
     for i, piece in enumerate(cut):
         part = out[piece.start * BLOCK_BYTES : piece.stop * BLOCK_BYTES]
         content = (
-            reader.plane(_PIECES + i, len(part))
+            reader.plane(FIRST_PIECE + i, len(part))
             if compressed
-            else np.frombuffer(reader.raw(_PIECES + i), np.uint8)
+            else np.frombuffer(reader.raw(FIRST_PIECE + i), np.uint8)
         )
         if content is None or not len(content):
             part.fill(0)
@@ -254,11 +260,11 @@ def _read_mask(reader: SlotReader, out: U8, *, compressed: bool) -> None:
         if len(content) != len(part):
             raise damaged(
                 reader.where,
-                f"{PARTS[_PIECES + i]!r}: expected {len(part)} bytes, found {len(content)}",
+                f"{PARTS[FIRST_PIECE + i]!r}: expected {len(part)} bytes, found {len(content)}",
             )
         part[:] = content
         if not part.any():
-            raise damaged(reader.where, f"{PARTS[_PIECES + i]!r}: zeros that belong left out")
+            raise damaged(reader.where, f"{PARTS[FIRST_PIECE + i]!r}: zeros that belong left out")
 
 
 def decode_frame(

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -10,12 +9,10 @@ import numpy.typing as npt
 from weightdelta.codecs import zstd
 from weightdelta.errors import DamagedObject
 from weightdelta.kernels import ops
+from weightdelta.kernels.planes import SLOTS as SLOTS
 from weightdelta.kernels.planes import Elements
 
 U8 = npt.NDArray[np.uint8]
-
-#: Parts that an encoded frame may have; a part of size 0 is absent.
-SLOTS: Final = 15
 
 
 def damaged(where: str, problem: str) -> DamagedObject:

@@ -9,14 +9,12 @@ import numpy.typing as npt
 from weightdelta.kernels.compiled import BLOCK, jit, scratch
 from weightdelta.kernels.cpu_bytes import _pack, _take_byte
 from weightdelta.kernels.cpu_planes import call_zstd
-from weightdelta.kernels.planes import UINTS, Elements, Planes
+from weightdelta.kernels.planes import SLOTS, UINTS, Elements, Planes
 
 U8 = npt.NDArray[np.uint8]
 U32 = npt.NDArray[np.uint32]
 I64 = npt.NDArray[np.int64]
 
-#: Parts of a frame; see ``codecs.slots``.
-_SLOTS: Final = 15
 #: Most bytes that Zstd adds to a part of any size, beside 1/256 of it.
 _EXTRA: Final = 64
 _FAILED: Final = np.uint64(1 << 63)  # Zstd's errors are numbers near 2^64
@@ -115,9 +113,9 @@ def encode(
     ends = np.stack([column[1] for column in (counts, gaps, bitmap, values)])
     lengths = np.diff(ends, axis=1)
     content = int((lengths.sum(axis=1) * [3, 2, 1, 1 + width]).sum())
-    out = scratch.get("out", content + (content >> 8) + _EXTRA * _SLOTS * len(planes), np.uint8)
+    out = scratch.get("out", content + (content >> 8) + _EXTRA * SLOTS * len(planes), np.uint8)
     most = int(lengths[3].max(initial=0))
-    sizes = np.zeros((len(planes), _SLOTS), np.uint32)
+    sizes = np.zeros((len(planes), SLOTS), np.uint32)
     end = _all_frames(
         np.array(zstd, np.uint64), counts[0], gaps[0], bitmap[0], values[0], ends, xor,
         scratch.get("raw", int(lengths.max(initial=0)), np.uint8),

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -10,15 +10,20 @@ import numpy.typing as npt
 from weightdelta.kernels.compiled import jit, scratch
 from weightdelta.kernels.cpu_planes import joined, plane
 from weightdelta.kernels.cpu_sparse import _collect, _pack
-from weightdelta.kernels.planes import BLOCK_BYTES, UINTS, Chunks, Elements, Planes, in_one_piece
+from weightdelta.kernels.planes import (
+    BLOCK_BYTES,
+    FIRST_PIECE,
+    MOST_PIECES,
+    PIECE_BLOCKS,
+    UINTS,
+    Chunks,
+    Elements,
+    Planes,
+    in_one_piece,
+)
 
 U8 = npt.NDArray[np.uint8]
 I64 = npt.NDArray[np.int64]
-
-#: Parts of a frame that hold pieces, from which on; see ``codecs.blocks``.
-_PIECES: Final = 7
-_MOST_PIECES: Final = 8
-_PIECE_BLOCKS: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,14 +64,14 @@ def _all_sizes(
 @jit
 def _read(zstd: Any, data: Any, at: Any, sizes: Any, blocks: Any, limit: Any, arena: Any) -> Any:
     """Take the outer stage off a frame's pieces; False when one is unsound."""
-    count = min(_MOST_PIECES, (len(blocks) + _PIECE_BLOCKS - 1) // _PIECE_BLOCKS)
+    count = min(MOST_PIECES, (len(blocks) + PIECE_BLOCKS - 1) // PIECE_BLOCKS)
     each = (len(blocks) + count - 1) // max(count, 1)
     used = np.int64(0)
-    for i in range(_MOST_PIECES):
+    for i in range(MOST_PIECES):
         content = np.int64(0)
         for b in range(min(i * each, len(blocks)), min(i * each + each, len(blocks))):
             content += blocks[b]
-        size = sizes[_PIECES + i]
+        size = sizes[FIRST_PIECE + i]
         found = plane(zstd, data, at, size, content, limit, arena[used:])
         if found < 0 or (found == 0 and content > 0):
             return False

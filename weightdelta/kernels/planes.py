@@ -14,6 +14,13 @@ GAP_FACTOR: Final = 6
 #: Bytes of a XOR mask in a block; the last block of a frame may be shorter. A whole number of
 #: elements of any width.
 BLOCK_BYTES: Final = 65536
+#: Parts that an encoded frame may have; a part of size 0 is absent.
+SLOTS: Final = 15
+#: Part in which the first piece of a frame's blocks lies, and how many there are at most.
+FIRST_PIECE: Final = 7
+MOST_PIECES: Final = 8
+#: Blocks in a piece, unless a frame has more than fit in eight.
+PIECE_BLOCKS: Final = 64
 
 Elements = npt.NDArray[np.unsignedinteger[Any]]
 
