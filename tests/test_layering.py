@@ -18,7 +18,8 @@ LAYERS: tuple[str, ...] = (
     # L0: words and values
     "errors redact codecs codecs.names config layout digest stats",
     # L1: bytes <-> changed elements
-    "kernels.planes kernels.reference_blocks kernels.reference kernels.compiled "
+    "kernels.planes kernels.reference_blocks kernels.reference kernels.code_cache "
+    "kernels.compiled "
     "kernels.cpu_blocks kernels.cpu_walk kernels.cpu_sparse kernels.cpu_bytes "
     "kernels.cpu_staged kernels.cpu_ops kernels.cpu_planes "
     "kernels.cpu_batch kernels.cpu_block_planes kernels.cpu_pieces kernels hashing "

@@ -1,11 +1,8 @@
-"""What the compiled kernels share: the compiler's switches, scratch memory, bits and hashes.
-
-numba keeps compiled code by the file of the function that was called, so after a change in this
-file the caches of its users (``__pycache__/*.nbi``) are stale: delete them.
-"""
+"""What the compiled kernels share: the compiler's switches, scratch memory, bits and hashes."""
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final
 
 import numba
@@ -16,6 +13,7 @@ from numba import types
 from numba.extending import intrinsic
 
 from weightdelta.digest import C1, C2, M1, M2
+from weightdelta.kernels.code_cache import keep_code
 
 C1_64: Final = np.uint64(C1)
 C2_64: Final = np.uint64(C2)
@@ -30,10 +28,10 @@ BLOCK: Final = 4096
 
 def jit(function: Callable[..., Any]) -> Any:
     """Compile on first call; keep the code on disk where some directory can be written."""
-    try:
-        return numba.njit(nogil=True, cache=True)(function)
-    except RuntimeError:  # no cache directory: read-only install and no writable home
-        return numba.njit(nogil=True)(function)
+    kernel: Any = numba.njit(nogil=True)(function)
+    with suppress(RuntimeError):  # no cache directory: read-only install and no writable home
+        keep_code(kernel)
+    return kernel
 
 
 class _Scratch(threading.local):

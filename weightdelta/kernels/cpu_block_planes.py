@@ -165,7 +165,7 @@ def _kept(
 ) -> Planes:  # fmt: skip
     """Planes in memory of their own."""
     found = in_one_piece(used, values.itemsize, memory)
-    everything: tuple[Any, ...] = gaps, bitmap, values
-    for target, source, count in zip(found, everything, used, strict=True):
+    pairs: list[tuple[Any, Any]] = list(zip(found, (gaps, bitmap, values), strict=True))
+    for (target, source), count in zip(pairs, used, strict=True):
         target[:] = source[:count]
     return Planes(counts, *found)
