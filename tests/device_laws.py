@@ -3,7 +3,7 @@
 The same laws run in Triton's interpreter, in plain torch and on a GPU.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ from weightdelta.kernels.device import (
     DeviceOps,
     DevicePlanes,
     Placed,
+    addresses,
 )
 from weightdelta.kernels.planes import UINTS, Chunks, Elements, Planes
 
@@ -168,14 +169,20 @@ def applies(
     kept = np.where(inside, new, old)
     _, sums = cpu_ops.encode(old[order], kept[order], chunks=chunks, xor=xor)
     there, width = DeviceChunks.of(chunks, device=device), old.itemsize
-    place = {"chunks": there, "placed": residents.placed, "width": width}
+    place: dict[str, Any] = {"chunks": there, "placed": residents.placed, "width": width}
+    lies = addresses(**place)
+    if residents.placed.box is None:
+        lowest = residents.memory.data_ptr() + order[chunks.start] * width
+        assert np.array_equal(lies.cpu().numpy(), lowest)
+    back = torch.argsort(lies, descending=True).to(torch.int32)
+    ordered = {**place, "placed": replace(residents.placed, order=back)}
     up = DevicePlanes.of(planes, device=device)
     lists, change = ops.stage(up, xor=xor, **place)
     assert np.array_equal(unsigned(change), sums)
     assert np.array_equal(held_now(residents), old[residents.held])
     wrong = torch.zeros(1, dtype=torch.int32, device=device)
     added = torch.zeros(len(chunks), dtype=torch.int64, device=device)
-    ops.scatter(lists, wrong=wrong, sums=added, **place)
+    ops.scatter(lists, wrong=wrong, sums=added, **ordered)
     assert np.array_equal(held_now(residents), new[residents.held])
     assert np.array_equal(unsigned(added), sums)
     ops.scatter(lists, wrong=wrong, **place)
@@ -190,7 +197,7 @@ def applies(
     ops.scatter(blind, wrong=wrong, sums=added, **place)
     assert np.array_equal(held_now(residents), new[residents.held])
     assert np.array_equal(unsigned(added), sums)
-    ops.scatter(lists, wrong=wrong, back=True, **place)
+    ops.scatter(lists, wrong=wrong, back=True, **ordered)
     assert wrong.item() == 0
     return lists
 

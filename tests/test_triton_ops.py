@@ -66,6 +66,16 @@ def test_tiles_in_which_all_has_changed(width: int) -> None:
 
 
 @pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("density", [0.04, 0.1, 0.3, 0.8])
+def test_tiles_in_which_much_has_changed(width: int, density: float) -> None:
+    """Some lanes have one changed element, some several, some none."""
+    tile = 8 * 32 * 8 // width
+    chunks = segments([4 * tile + 3, 2 * tile])
+    old, new = pair(6 * tile + 3, width=width, density=density)
+    encodes(triton_ops, old, new, chunks=chunks, shifts=(width % 8,) * 2)
+
+
+@pytest.mark.parametrize("width", WIDTHS)
 def test_scratch_is_what_encode_takes(width: int) -> None:
     for chunks in (0, 1, 5, 5000):
         window = torch.empty(64, dtype=INTS[width])

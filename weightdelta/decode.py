@@ -59,6 +59,8 @@ class Stager:
 
     def add(self, fetched: Fetched) -> None:
         """Fold one hop in; hops come in path order."""
+        if not self._residents:
+            return
         forward = fetched.hop.forward
         digests = fetched.delta.index.tensor_digest
         for tensor in self._residents:

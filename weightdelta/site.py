@@ -13,7 +13,7 @@ from weightdelta.chunk_table import ChunkTable, part
 from weightdelta.config import DeviceConfig
 from weightdelta.device_memory import HostBuffer, Lanes, on_device
 from weightdelta.errors import ConfigError, DeviceLost
-from weightdelta.kernels.device import DeviceChunks, Placed, device_ops
+from weightdelta.kernels.device import DeviceChunks, Placed, addresses, device_ops
 from weightdelta.kernels.planes import BLOCK_BYTES
 from weightdelta.layout import Layout
 from weightdelta.lent_memory import LentMemory
@@ -46,14 +46,19 @@ class PlacedWindow:
 
 @dataclass(frozen=True, slots=True)
 class SiteTable:
-    """A table of chunks on the host and on the device, with their places."""
+    """A table of chunks on the host and on the device, with their places.
+
+    Attributes:
+        begin: int64 [chunks], where each begins: ``kernels.device.addresses``.
+    """
 
     host: ChunkTable
     chunks: DeviceChunks
     placed: Placed
+    begin: torch.Tensor
 
     def window(self, first: int, last: int) -> PlacedWindow:
-        """The chunks of frames ``first`` to ``last``, both included."""
+        """The chunks of frames ``first`` to ``last``, both included; asynchronous."""
         low, high = int(self.host.bounds[first]), int(self.host.bounds[last + 1])
         cut = slice(low, high)
         on, at = self.chunks, self.placed
@@ -72,6 +77,7 @@ class SiteTable:
             at.tensor[cut],
             None if at.box is None else at.box[cut],
             at.boxes,
+            torch.argsort(self.begin[cut]).to(torch.int32),
         )
         return PlacedWindow(chunks, placed, int(self.host.width[first]), self.host.tensor[cut])
 
@@ -122,7 +128,11 @@ class Site:
                 while len(self._tables) >= _TABLES:
                     del self._tables[next(iter(self._tables))]
                 chunks = DeviceChunks.of(host.chunks, device=self.device)
-                self._tables[key] = SiteTable(host, chunks, self._place(host))
+                placed = self._place(host)
+                width = np.repeat(host.width, np.diff(host.bounds)).astype(np.int64)
+                widths = torch.from_numpy(width).to(self.device)
+                begin = addresses(chunks, placed, width=widths)
+                self._tables[key] = SiteTable(host, chunks, placed, begin)
                 self.low.wait()
         return self._tables[key]
 

@@ -218,7 +218,8 @@ class DeviceStager:
     def _stage_batch(
         self, table: SiteTable, batch: Sequence[Decoded], *, xor: bool, negate: bool
     ) -> None:
-        window = table.window(batch[0].frames[0], batch[-1].frames[-1])
+        with self._site.low:
+            window = table.window(batch[0].frames[0], batch[-1].frames[-1])
         planes = self._send(table, window, batch)
         with self._site.low:
             lists, change = self._site.ops.stage(

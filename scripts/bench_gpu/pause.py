@@ -2,6 +2,7 @@
 
 import itertools
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from bench_gpu.data import MATRIX, random_planes, random_window, tiled_chunks
 from bench_gpu.rows import Row, median_seconds
 from weightdelta.kernels import triton_ops
-from weightdelta.kernels.device import ChunkLists, DeviceChunks, DevicePlanes, Placed
+from weightdelta.kernels.device import ChunkLists, DeviceChunks, DevicePlanes, Placed, addresses
 from weightdelta.kernels.planes import CHUNK
 
 
@@ -29,6 +30,8 @@ class Rank:
             torch.from_numpy(first).cuda(),
             torch.from_numpy(number.astype(np.int32)).cuda(),
         )
+        begin = addresses(self.chunks, self.placed, width=2)
+        self.placed = replace(self.placed, order=torch.argsort(begin).to(torch.int32))
 
     @property
     def place(self) -> dict[str, Any]:

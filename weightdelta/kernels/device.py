@@ -111,6 +111,8 @@ class Placed:
         box: int32 [chunks], row in ``boxes``, -1 for a whole contiguous tensor; None when all are.
         boxes: int64 [residents, 4, dims]: extent, offset, shape and stride (in elements), padded
             in front with dimensions of one element.
+        order: int32 [chunks], all chunks in the order in which they are best stored: memory takes
+            less time for neighbours; None: as they come.
     """
 
     address: torch.Tensor
@@ -118,6 +120,23 @@ class Placed:
     tensor: torch.Tensor
     box: torch.Tensor | None = None
     boxes: torch.Tensor | None = None
+    order: torch.Tensor | None = None
+
+
+def addresses(chunks: DeviceChunks, placed: Placed, *, width: torch.Tensor | int) -> torch.Tensor:
+    """Byte address of each chunk's first element in a contiguous resident, else one near it.
+
+    Args:
+        chunks: The chunks.
+        placed: Where they lie.
+        width: Bytes of an element, or int64 [chunks].
+
+    Returns:
+        int64 [chunks].
+    """
+    rows = chunks.skip // chunks.run
+    index = placed.first + chunks.skip + rows * (chunks.stride - chunks.run)
+    return placed.address + index * width
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,12 +66,16 @@ def programs(tensor: torch.Tensor, work: int, *, each: int) -> tuple[int]:
 
 
 @triton.jit
-def h(term: tensor, bits: tensor) -> tensor:
-    """``mix64(term * C1 xor bits * C2)``, uint64; ``bits`` zero-extended."""
-    x = (term * _C1) ^ (bits * _C2)
+def _mixed(x: tensor) -> tensor:
     x = (x ^ (x >> 30)) * _M1
     x = (x ^ (x >> 27)) * _M2
     return x ^ (x >> 31)
+
+
+@triton.jit
+def h(term: tensor, bits: tensor) -> tensor:
+    """``mix64(term * C1 xor bits * C2)``, uint64; ``bits`` zero-extended."""
+    return _mixed((term * _C1) ^ (bits * _C2))
 
 
 @triton.jit
@@ -85,8 +89,15 @@ def widened(bits: tensor, width: tl.constexpr) -> tensor:
 
 @triton.jit
 def h_change(term: tensor, old: tensor, new: tensor, width: tl.constexpr) -> tensor:
-    """``h(new) - h(old)`` as int64 bit patterns."""
-    change = h(term, widened(new, width)) - h(term, widened(old, width))
+    """``h(new) - h(old)`` as int64 bit patterns; 0 for equal values."""
+    return h_change_of(term * _C1, old, new, width)
+
+
+@triton.jit
+def h_change_of(product: tensor, old: tensor, new: tensor, width: tl.constexpr) -> tensor:
+    """``h_change`` for the product of a term and ``C1``; see ``products``."""
+    change = _mixed(product ^ (widened(new, width) * _C2))
+    change -= _mixed(product ^ (widened(old, width) * _C2))
     return change.to(tl.int64, bitcast=True)
 
 
@@ -109,13 +120,36 @@ def in_row(
     ``p`` is an int32 block below ``limit`` <= 65536. Divides by 32-bit numbers, and only where
     the stretch crosses the end of a row: a longer row than the stretch is crossed at most once.
     """
-    t = column + p.to(tl.int64)
-    index = base + t
+    index = base + column + p.to(tl.int64)
     if column + limit > run:
-        short = tl.minimum(run, _SPAN).to(tl.uint32)
-        few = (t.to(tl.uint32) // short).to(tl.int64)
-        index += tl.where(run > _SPAN, (t >= run).to(tl.int64), few) * (stride - run)
+        index += _rows(p, column, run) * (stride - run)
     return index
+
+
+@triton.jit
+def _rows(p: tensor, column: tensor, run: tensor) -> tensor:
+    """How many ends of rows lie before elements ``p`` of a stretch, int64."""
+    t = column + p.to(tl.int64)
+    short = tl.minimum(run, _SPAN).to(tl.uint32)
+    few = (t.to(tl.uint32) // short).to(tl.int64)
+    return tl.where(run > _SPAN, (t >= run).to(tl.int64), few)
+
+
+@triton.jit
+def products(
+    p: tensor, limit: tensor, seed: tensor, column: tensor, run: tensor, stride: tensor
+) -> tensor:
+    """``C1`` times the index terms of a stretch's elements ``p``, uint64; see ``in_row``.
+
+    ``seed`` is the term of the stretch's first. A product with a position of 32 bits is half as
+    long as one with its term.
+    """
+    found = seed.to(tl.uint64, bitcast=True) * _C1
+    found += p.to(tl.uint32, bitcast=True).to(tl.uint64) * _C1
+    if column + limit > run:
+        skipped = _rows(p, column, run) * (stride - run)
+        found += skipped.to(tl.uint64, bitcast=True) * _C1
+    return found
 
 
 @triton.jit

@@ -12,7 +12,7 @@ from triton.language import tensor
 
 from weightdelta.kernels.device import DeviceChunks, DevicePlanes
 from weightdelta.kernels.planes import CHUNK
-from weightdelta.kernels.triton_digest import h_change, in_row, programs, row_of, stable
+from weightdelta.kernels.triton_digest import h_change_of, products, programs, row_of, stable
 from weightdelta.kernels.triton_units import (
     BITS,
     GAPS,
@@ -58,6 +58,7 @@ def _direct(
             sums = tl.zeros((block,), tl.int64)
             index, row_run, row_stride = tl.load(key + c), tl.load(run + c), tl.load(stride + c)
             column, base = row_of(tl.load(skip + c), row_run, row_stride)
+            seed = index + base + column
             for i in range(low, high, block):
                 p = i + tl.arange(0, block)
                 a = tl.load(old + origin + p, mask=p < high, other=0)
@@ -68,9 +69,8 @@ def _direct(
                 tl.store(gap + rank, p.to(tl.int16), mask=(hit > 0) & in_gaps)
                 done += tl.sum(hit, 0)
                 if digest:
-                    term = index + in_row(p, n, column, base, row_run, row_stride)
-                    found = h_change(term.to(tl.uint64, bitcast=True), a, b, width)
-                    sums += tl.where(hit > 0, found, 0)
+                    product = products(p, n, seed, column, row_run, row_stride)
+                    sums += h_change_of(product, a, b, width)
             if digest:
                 tl.atomic_add(change + c, tl.sum(sums, 0), sem="relaxed")
 

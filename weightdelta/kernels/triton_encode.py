@@ -24,15 +24,14 @@ import triton.language as tl
 from triton.language import tensor
 
 from weightdelta.kernels.device import DeviceChunks, DevicePlanes
-from weightdelta.kernels.triton_digest import h_change, in_row, on, row_of, stable
+from weightdelta.kernels.triton_digest import h_change_of, on, products, row_of, stable
 from weightdelta.kernels.triton_direct import bitmaps, direct
 from weightdelta.kernels.triton_scan import Units, record_at, scan
 from weightdelta.kernels.triton_units import GAPS, SPILLS, VALUES, Totals, begin_of, forms
 
-#: Changes that a program of ``_pack`` takes at a time, all of a chunk's units together or one unit,
-#: and its warps: when chunks have few changes and when they have more.
-_FEW: Final = (128, 1)
-_MANY: Final = (256, 1)
+#: Changes that a program of ``_pack`` takes at a time: of all of a chunk's units together where
+#: chunks have few, else of one unit. More of them take registers, so fewer programs run at once.
+_BLOCK: Final = 128
 
 
 @triton.jit
@@ -61,19 +60,22 @@ def _pack(
     parts: tl.constexpr = per_chunk // units
     c = tl.program_id(0) // parts
     sums = tl.zeros((units, block), tl.int64)
-    if (tl.load(counts + c) > 0) & (tl.load(sizes + SPILLS * chunks + c) == 0):
-        in_gaps = tl.load(sizes + GAPS * chunks + c) > 0
+    # All of it before the first of them is looked at: few waits instead of many.
+    some = (tl.load(counts + c) > 0) & (tl.load(sizes + SPILLS * chunks + c) == 0)
+    in_gaps = tl.load(sizes + GAPS * chunks + c) > 0
+    gap = gaps + begin_of(ends, sizes, c, chunks, GAPS)
+    value = values + begin_of(ends, sizes, c, chunks, VALUES)
+    n, origin, first = tl.load(length + c), tl.load(key + c), tl.load(skip + c)
+    row_run, row_stride = tl.load(run + c), tl.load(stride + c)
+    u = tl.program_id(0) % parts * units + tl.arange(0, units)[:, None]
+    k = tl.load(tally + c * per_chunk + u)
+    if some:
         row = c.to(tl.int64) * per_chunk * capacity
         records += row
         pairs += 2 * row
-        u = tl.program_id(0) % parts * units + tl.arange(0, units)[:, None]
-        k = tl.load(tally + c * per_chunk + u)
         base, previous = _before(tally + c * per_chunk, records, u, capacity, per_chunk)
-        gap = gaps + begin_of(ends, sizes, c, chunks, GAPS)
-        value = values + begin_of(ends, sizes, c, chunks, VALUES)
-        n = tl.load(length + c)
-        origin, row_run, row_stride = tl.load(key + c), tl.load(run + c), tl.load(stride + c)
-        column, start = row_of(tl.load(skip + c), row_run, row_stride)
+        column, start = row_of(first, row_run, row_stride)
+        seed = origin + start + column
         for i in range(0, tl.max(k), block):
             j = i + tl.arange(0, block)[None, :]
             inside = j < k
@@ -84,9 +86,9 @@ def _pack(
             tl.store(gap + (base + j), (p - q - 1).to(tl.int16), mask=inside & in_gaps)
             tl.store(value + (base + j), (new ^ old) if xor else (new - old), mask=inside)
             if digest:
-                term = origin + in_row(p, n, column, start, row_run, row_stride)
-                found = h_change(term.to(tl.uint64, bitcast=True), old, new, width)
-                sums += tl.where(inside, found, 0)
+                # Beyond the last both values are 0, which changes nothing.
+                product = products(p, n, seed, column, row_run, row_stride)
+                sums += h_change_of(product, old, new, width)
     total = tl.sum(tl.sum(sums, 1), 0)
     if parts == 1:
         tl.store(change + c, total)
@@ -141,15 +143,14 @@ class Encoding:
 
     def _pack(self, planes: DevicePlanes, change: torch.Tensor, *, xor: bool, digest: bool) -> None:
         units, chunks = self.units, self.chunks
-        whole = len(planes.values) <= 2 * _FEW[0] * len(chunks)
+        whole = len(planes.values) <= 2 * _BLOCK * len(chunks)
         count = units.per_chunk if whole else 1
-        block, warps = _FEW if whole else _MANY
         _pack[(len(chunks) * units.per_chunk // count,)](
             units.tally, units.records, units.pairs, self.counts, self.sizes, self.ends,
             chunks.length, chunks.key, chunks.skip, chunks.run, chunks.stride,
             len(chunks), units.capacity, planes.gaps, planes.values, change,
             width=units.width, xor=xor, digest=digest, per_chunk=units.per_chunk, units=count,
-            block=max(block // count, 8), num_warps=warps,
+            block=max(_BLOCK // count, 8), num_warps=1,
         )  # fmt: skip
 
 

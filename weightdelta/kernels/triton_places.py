@@ -32,14 +32,25 @@ def places(
     box: tensor, boxes: tensor, kind: tl.constexpr, width: tl.constexpr, dims: tl.constexpr,
 ) -> tensor:  # fmt: skip
     """Pointers to elements ``p`` of chunk ``c``, and which of them are held; ``dims`` 0: all."""
-    index = tl.load(first + c) + canonical(p, limit, skip, run, stride)
+    index = canonical(p, limit, skip, run, stride)
+    origin, start = tl.load(address + c), tl.load(first + c)
+    return pointers(p, index, c, origin, start, box, boxes, kind, width, dims)
+
+
+@triton.jit
+def pointers(
+    p: tensor, index: tensor, c: tensor, address: tensor, first: tensor,
+    box: tensor, boxes: tensor, kind: tl.constexpr, width: tl.constexpr, dims: tl.constexpr,
+) -> tensor:  # fmt: skip
+    """``places`` of elements whose canonical indices are known, with what the chunk has loaded."""
+    index += first
     held = p >= 0
     offset = index
     if dims > 0:
         row = tl.load(box + c)
         if row >= 0:
             offset, held = _boxed(index, boxes + row.to(tl.int64) * 4 * dims, dims)
-    byte = tl.load(address + c) + offset * width
+    byte = address + offset * width
     return byte.to(tl.pointer_type(kind)), held
 
 

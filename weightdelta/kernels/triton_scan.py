@@ -1,7 +1,7 @@
 """The memory-bound pass of encode: which elements differ, in order, unit after unit."""
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 import triton
@@ -17,6 +17,10 @@ from weightdelta.kernels.triton_units import lane_grid, unit_lanes
 _UNIT: Final = 32768
 #: Lanes that each of a warp's 32 threads compares at a time, by width: what was fastest on an H200.
 _COLUMNS: Final = {1: 4, 2: 8, 4: 4, 8: 4}
+#: Changed elements in a column of a tile, on average, above which the first of each lane is noted
+#: column by column, and what that adds to the ranks of the others.
+_DENSE: Final = tl.constexpr(5)
+_ONES: Final = tl.constexpr(0x0001000100010001)
 #: What holds a changed element's position, old and new value, by width; wider elements keep a
 #: position and a pair of values.
 RECORDS: Final = {1: torch.int32, 2: torch.int64}
@@ -39,6 +43,31 @@ def _flags(x: tensor, width: tl.constexpr, lane: tl.constexpr) -> tensor:
         for s in tl.static_range(lane // width):
             bits |= ((top >> (8 * width * (s + 1) - 1 - s)) & (1 << s)).to(tl.int32)
     return bits
+
+
+@triton.jit
+def _halves(x: tensor) -> tensor:
+    """The top bit of each half of 32 bits says whether the half is not zero, uint32."""
+    word = x.to(tl.uint32)
+    return ((word & 0x7FFF7FFF) + 0x7FFF7FFF) | word
+
+
+@triton.jit
+def _todo(x: tensor, width: tl.constexpr, lane: tl.constexpr, columns: tl.constexpr) -> tensor:
+    """Which of a thread's elements are not zero: 32 // columns bits a column, int32."""
+    column = tl.arange(0, columns)[None, :]
+    if (width == 2) & (lane == 8):
+        # Bits of elements 0 and 1 are 16 apart at first, and so are those of 2 and 3.
+        apart = ((_halves(x) >> 15) & 0x00010001) | ((_halves(x >> 32) >> 13) & 0x00040004)
+        apart = apart << (4 * (column & 3))
+        low = tl.sum(tl.where(column < 4, apart, 0), 1)
+        high = tl.sum(tl.where(column < 4, 0, apart), 1)
+        low = (low | (low >> 15)) & 0xFFFF
+        high = (high << 16) | ((high << 1) & 0xFFFF0000)
+        todo = (low | high).to(tl.int32, bitcast=True)
+    else:
+        todo = tl.sum(_flags(x, width, lane) << (32 // columns * column), 1)
+    return todo
 
 
 @triton.jit
@@ -135,6 +164,16 @@ def _rank(first: tensor, second: tensor, column: tensor, columns: tl.constexpr) 
 
 
 @triton.jit
+def _known_rank(
+    first: tensor, second: tensor, column: tl.constexpr, columns: tl.constexpr
+) -> tensor:
+    """``_rank`` for a column that is known when it compiles."""
+    ranks = second if columns == 8 and column & 2 else first
+    half: tl.constexpr = column >> (2 if columns == 8 else 1)
+    return (ranks >> (32 * (column & 1) + 16 * half)).to(tl.int32) & 0xFFFF
+
+
+@triton.jit
 def put_record(
     records: tensor, pairs: tensor, at: tensor, position: tensor, old: tensor, new: tensor,
     mask: tensor, width: tl.constexpr,
@@ -181,6 +220,61 @@ def _picked(lanes: tensor, column: tensor, columns: tl.constexpr) -> tensor:
     lanes = tl.where((column & 1)[:, None] > 0, odd, even)
     even, odd = tl.split(lanes)
     return tl.where(column & 2 > 0, odd, even)
+
+
+@triton.jit
+def _four(lanes: tensor) -> tuple[tensor, tensor, tensor, tensor]:
+    """A tile's four columns: each thread has a lane of each."""
+    even, odd = tl.split(tl.reshape(lanes, (32, 2, 2)))
+    c0, c2 = tl.split(even)
+    c1, c3 = tl.split(odd)
+    return c0, c1, c2, c3
+
+
+@triton.jit
+def _columns(lanes: tensor, columns: tl.constexpr) -> Any:
+    """A tile's columns, four or eight."""
+    if columns == 4:
+        found = _four(lanes)
+    else:
+        even, odd = tl.split(tl.reshape(lanes, (32, 4, 2)))
+        c0, c2, c4, c6 = _four(even)
+        c1, c3, c5, c7 = _four(odd)
+        found = c0, c1, c2, c3, c4, c5, c6, c7
+    return found
+
+
+@triton.jit
+def _note_firsts(
+    records: tensor, pairs: tensor, a: tensor, b: tensor, place: tensor, todo: tensor,
+    first: tensor, second: tensor,
+    width: tl.constexpr, count: tl.constexpr, columns: tl.constexpr,
+) -> tensor:  # fmt: skip
+    """Note the first changed element of every lane; ``todo`` without them. See ``_note``.
+
+    Where many have changed, most threads have one in a column, and that column is known.
+    """
+    bits: tl.constexpr = 32 // columns
+    olds, news = _columns(a, columns), _columns(b, columns)
+    at = place + tl.arange(0, 32) * count
+    for column in tl.static_range(columns):
+        some = (todo >> (bits * column)) & ((1 << bits) - 1)
+        there = some != 0
+        one = some & -some
+        slot = (one >> 1) - (one >> 3)  # of 1, 2, 4 and 8
+        if count > 4:
+            slot = tl.where(there, _lowest(one), 0)
+        left, right = olds[column], news[column]
+        if count > 1:
+            shift = (8 * width * slot).to(tl.int64)
+            left, right = left >> shift, right >> shift
+        if width < 8:
+            left, right = left.to(tl.int32), right.to(tl.int32)
+        rank = _known_rank(first, second, column, columns)
+        position = at + 32 * column * count + slot
+        put_record(records, pairs, rank, position, left, right, there, width)
+        todo ^= one << (bits * column)
+    return todo
 
 
 @triton.jit
@@ -240,20 +334,32 @@ def _scan(
     found = 0
     for t in range(first, last, 32 * columns):
         j = t + lanes
-        a = tl.load(old + grid + j, mask=j < last, other=0, eviction_policy="evict_first")
-        b = tl.load(new + grid + j, mask=j < last, other=0, eviction_policy="evict_first")
+        if t + 32 * columns <= last:
+            a = tl.load(old + grid + j)
+            b = tl.load(new + grid + j)
+        else:
+            a = tl.load(old + grid + j, mask=j < last, other=0)
+            b = tl.load(new + grid + j, mask=j < last, other=0)
         x = a ^ b
         if tl.max((tl.reduce_or(x, 1) != 0).to(tl.int32), 0) > 0:
             if (t == 0) | (t + 32 * columns >= last):
                 x = _within(x, j, lead, n * width, lane > width)
-            field = (32 // columns) * tl.arange(0, columns)[None, :]
-            todo = tl.sum(_flags(x, width, lane) << field, 1)
+            todo = _todo(x, width, lane, columns)
             counts = _counts(todo, columns)
             first_ranks, second_ranks, total = _ranks(counts, columns)
             if found + total <= capacity:  # else the chunk spills, and nobody reads the row
+                place = (t * lane - lead) // width
+                if total > _DENSE * columns:
+                    todo = _note_firsts(
+                        records + row + found, pairs + 2 * (row + found), a, b, place, todo,
+                        first_ranks, second_ranks, width, count, columns,
+                    )  # fmt: skip
+                    counts = _counts(todo, columns)
+                    first_ranks += _ONES
+                    second_ranks += _ONES
                 _note(
                     records + row + found, pairs + 2 * (row + found),
-                    a, b, (t * lane - lead) // width, todo, _most(counts, columns),
+                    a, b, place, todo, _most(counts, columns),
                     first_ranks, second_ranks, width, count, columns,
                 )  # fmt: skip
             found += total
