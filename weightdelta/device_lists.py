@@ -51,7 +51,10 @@ class Part:
         return ChunkLists(self.lists.counts, self.lists.begin, position, old, new)
 
     def spill(self, lane: Lane) -> None:
-        """Move the lists from device memory to pinned host memory."""
+        """Move the lists from device memory to pinned host memory, once ``lane`` gets there.
+
+        What is in device memory was made on that lane, so what follows there may have its place.
+        """
         if self.streamed:
             return
         pinned = self.lists.position.is_cuda
@@ -60,7 +63,6 @@ class Part:
                 torch.empty(c.shape, dtype=c.dtype, pin_memory=pinned).copy_(c, non_blocking=True)
                 for c in self.columns
             ]
-        lane.wait()
         self.lists = self.with_columns(*host)
         self.old = host[1]
         self.streamed = True
@@ -112,6 +114,7 @@ class StagedLists:
         with on_device(self._site.device, doing="prepare"):
             for part in self._parts:
                 part.spill(self._site.low)
+            self._site.low.wait()
             self._take_slots()
 
     def _take_slots(self) -> None:

@@ -303,6 +303,7 @@ class DeviceStager:
                 self._older.spill()
             for part in kept:
                 part.spill(self._site.low)
+            self._site.low.wait()
         return bool(kept)
 
 

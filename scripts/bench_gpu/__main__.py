@@ -96,7 +96,7 @@ def main() -> None:
 def _write(rows: list[Row], options: argparse.Namespace, failed: list[str]) -> None:
     document = {
         "machine": machine(),
-        "options": {k: str(v) for k, v in vars(options).items()},
+        "options": {k: str(v) for k, v in vars(options).items() if k != "json"},
         "failed": failed,
         "rows": [{**asdict(row), "rate": row.rate} for row in rows],
     }

@@ -15,8 +15,8 @@ class Row:
     Attributes:
         section: The part of the bench.
         name: What was done, to what.
-        seconds: Median of the repeats.
-        moved: Bytes that the figure's rate counts.
+        seconds: Median of the repeats; None for an amount of memory.
+        moved: Bytes that the figure's rate counts, or that amount.
         fraction: Of the limit named in ``limit``: 1 is the limit reached.
         limit: What bounds it.
         goal: The fraction to reach, as a comparison (">= 0.90", "<= 8 ms"); "" where none is set.
@@ -26,7 +26,7 @@ class Row:
 
     section: str
     name: str
-    seconds: float
+    seconds: float | None
     moved: int
     fraction: float | None = None
     limit: str = ""
@@ -36,8 +36,15 @@ class Row:
 
     @property
     def rate(self) -> float:
-        """Bytes a second."""
-        return self.moved / self.seconds
+        """Bytes a second; 0 for an amount of memory."""
+        return self.moved / self.seconds if self.seconds else 0.0
+
+    @property
+    def amount(self) -> str:
+        """The rate, or the memory."""
+        if self.seconds is None:
+            return f"{self.moved / 1e6:.0f} MB"
+        return f"{self.rate / 1e9:.0f} GB/s" if self.moved else ""
 
 
 def median_seconds(
@@ -70,7 +77,8 @@ def markdown(rows: Sequence[Row]) -> str:
     for r in rows:
         part = "" if r.fraction is None else f"{r.fraction:.2f} of {r.limit}"
         met = {None: "", True: "yes", False: "**no**"}[r.met]
-        time = f"{r.seconds * 1e3:.3f} ms"
-        rate = f"{r.rate / 1e9:.0f} GB/s" if r.moved else ""
-        lines.append(f"| {r.section} | {r.name} | {time} | {rate} | {part} | {r.goal} | {met} |")
+        time = "" if r.seconds is None else f"{r.seconds * 1e3:.3f} ms"
+        lines.append(
+            f"| {r.section} | {r.name} | {time} | {r.amount} | {part} | {r.goal} | {met} |"
+        )
     return "\n".join(lines)

@@ -1,5 +1,6 @@
 """The whole way on a GPU: publish from device memory, store, receive into device memory."""
 
+import gc
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -100,6 +101,7 @@ def test_differences_from_master_weights_and_from_both_memories(
 @contextmanager
 def memory_left(nbytes: int) -> Iterator[None]:
     """A GPU on which this process may take only so much more."""
+    gc.collect()  # what earlier tests left must not become room later on
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + nbytes) / total)
