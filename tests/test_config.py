@@ -60,6 +60,7 @@ def test_an_empty_file_means_the_defaults(tmp_path: Path) -> None:
         ({"codec_by_ref": {"rollout": "zstd"}}, ["values", "'zstd'", "'xor'"]),
         ({"codec_by_ref": {"eval": "zstd"}, "values": "xor"}, ["codec_by_ref", "rollout"]),
         ({"codec_by_tensor": {"*": "lz4"}, "values": "xor"}, ["codec_by_tensor", "lz4+zstd"]),
+        ({"self": 1}, ["unknown key 'self'"]),
         ({"frame_bytes": 1}, ["frame_bytes"]),
         ({"frame_bytes": 1 << 31}, ["frame_bytes"]),
         ({"store": 7}, ["store"]),
@@ -71,6 +72,9 @@ def test_a_wrong_setting_is_named(settings: dict[str, Any], named: list[str]) ->
     with pytest.raises(ConfigError) as caught:
         Config.of(settings, where="job.yaml")
     assert all(word in str(caught.value) for word in ["job.yaml", *named])
+    with pytest.raises(ConfigError) as direct:
+        Config(**settings)
+    assert str(caught.value) == f"job.yaml: {direct.value}"
 
 
 def test_an_unknown_preset_is_refused_with_the_nearest_known() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -45,7 +46,8 @@ Version = Annotated[
     typer.Option("--version", metavar="N|REF", help="Version; the newest by default"),
 ]
 
-out = Console()
+#: A file or a pipe is as wide as the tables need: names and digests are not folded there.
+out = Console(width=None if sys.stdout.isatty() else 200)
 err = Console(stderr=True)
 
 

@@ -3,7 +3,7 @@
 import difflib
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import yaml
 from pydantic import (
@@ -142,7 +142,7 @@ class Config(Section):
     """Everything that can be set; the defaults are safe.
 
     Raises:
-        ConfigError: A key is unknown or a value out of range (from ``load`` and ``of``).
+        ConfigError: A key is unknown or a value out of range.
     """
 
     codec: Codec = Field(default=DEFAULT, description="Inner and outer codec of what is published")
@@ -229,6 +229,14 @@ class Config(Section):
             raise ConfigError(f"values: {_misfit(codec)}, found {self.values!r}")
         return self.model_copy(update={"codec": codec, "codec_by_ref": {}})
 
+    if not TYPE_CHECKING:  # checkers keep the parameters that pydantic gives it
+
+        def __init__(self, /, **settings: Any) -> None:
+            try:
+                super().__init__(**settings)
+            except ValidationError as e:
+                raise ConfigError(_explain(e)) from e
+
     def _codec_of(self, tensor: str) -> Codec | None:
         fits = (c for pattern, c in self.codec_by_tensor.items() if fnmatchcase(tensor, pattern))
         return next(fits, None)
@@ -237,9 +245,9 @@ class Config(Section):
     def of(cls, settings: dict[str, Any], *, where: str = "config") -> Self:
         """Check a plain dictionary."""
         try:
-            return cls.model_validate(settings)
-        except ValidationError as e:
-            raise ConfigError(f"{where}: {_explain(e)}") from e
+            return cls(**{str(name): value for name, value in settings.items()})
+        except ConfigError as e:
+            raise ConfigError(f"{where}: {e}") from e.__cause__
 
     @classmethod
     def load(cls, source: "str | Path | Config | None" = None) -> "Config":

@@ -162,8 +162,9 @@ def tensors_changed(delta: Delta) -> int:
 def findings_table(found: Findings, *, url: str) -> Table:
     """A verification's result."""
     verdict = "[green]ok[/]" if found.ok else f"[red]{len(found.problems)} problem(s)[/]"
+    read = f"{found.frames} frames" if found.frames else "log and indexes (--deep reads frames)"
     table = Table(
-        title=f"{escape(url)}: {found.versions} versions, {found.frames} frames: {verdict}",
+        title=f"{escape(url)}: {found.versions} versions, {read}: {verdict}",
         title_justify="left",
         show_header=False,
         box=None if found.ok and not found.notes else SQUARE,

@@ -7,6 +7,7 @@ one needs an entry there and hands back ``Row`` objects.
 import argparse
 import gc
 import json
+import os
 import platform
 import sys
 import time
@@ -19,10 +20,11 @@ from typing import Any
 
 import torch
 
+import weightdelta
 from bench_gpu import encode, pause, receiver, trainer
 from bench_gpu.rows import Row, markdown
 
-PACKAGES = ("weightdelta", "torch", "triton", "numpy", "numba", "nvidia-nvcomp-cu13", "zstandard")
+PACKAGES = ("torch", "triton", "numpy", "numba", "nvidia-nvcomp-cu13", "zstandard")
 
 
 def _codecs(_: argparse.Namespace, ceiling: float) -> list[Row]:
@@ -55,11 +57,13 @@ def machine() -> dict[str, Any]:
     return {
         "gpu": properties.name,
         "memory": properties.total_memory,
-        "processors": properties.multi_processor_count,
+        "multiprocessors": properties.multi_processor_count,
+        "cores": len(os.sched_getaffinity(0)),
         "cuda": torch.version.cuda,
         "system": platform.platform(),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": {name: _version(name) for name in PACKAGES}
+        | {"weightdelta": weightdelta.__version__},
         "date": time.strftime("%Y-%m-%d"),
     }
 
@@ -88,13 +92,13 @@ def main() -> None:
         print(f"{name}: {time.perf_counter() - begin:.1f} s", flush=True)
         if options.json:
             _write(rows, options, failed)
-    print(markdown(rows))
+    print(markdown(rows, machine()))
     if failed:
         sys.exit(f"failed: {', '.join(failed)}")
 
 
 def _write(rows: list[Row], options: argparse.Namespace, failed: list[str]) -> None:
-    document = {
+    document: dict[str, Any] = {
         "machine": machine(),
         "options": {k: str(v) for k, v in vars(options).items() if k != "json"},
         "failed": failed,
@@ -102,7 +106,7 @@ def _write(rows: list[Row], options: argparse.Namespace, failed: list[str]) -> N
     }
     options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_text(json.dumps(document, indent=2) + "\n")
-    options.json.with_suffix(".md").write_text(markdown(rows) + "\n")
+    options.json.with_suffix(".md").write_text(markdown(rows, document["machine"]) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What a section of the bench hands back, how it is timed, and how it is shown."""
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,9 +68,16 @@ def median_seconds(
     return statistics.median(times), max(times)
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def markdown(rows: Sequence[Row], machine: Mapping[str, Any]) -> str:
     """A table for people."""
+    packages = ", ".join(f"{name} {found}" for name, found in machine["packages"].items() if found)
     lines = [
+        f"`scripts/bench gpu` on one {machine['gpu']} ({machine.get('cores', 'some')} cores), "
+        f"{machine['date']}; CUDA {machine['cuda']}, {packages}.",
+        "",
+        "Rates count weights once; for shares of the copy ceiling old and new count, as the bytes "
+        "that a copy reads and writes do. torch's XOR and nonzero had a quarter of the data.",
+        "",
         "| section | what | time | rate | of the limit | goal | met |",
         "| --- | --- | ---: | ---: | --- | --- | --- |",
     ]

@@ -116,7 +116,7 @@ def _publish(
 
 def _to_commit(stats: Any) -> float:
     """Seconds from the call to the committed entry, as the ranks measured them."""
-    return float(stats.capture_s + max(stats.encode_s, stats.upload_s) + stats.commit_s)
+    return float(stats.capture_s + stats.encode_s + stats.upload_s + stats.commit_s)
 
 
 def rows(*, nbytes: int, threads: int = 16) -> list[Row]:
@@ -166,7 +166,7 @@ def rows(*, nbytes: int, threads: int = 16) -> list[Row]:
                     peak, name = details["last"]["peak"], f"frames of {frame} MiB: device memory"
                     found.append(
                         Row("trainer", f"{name} beside the weights, at the peak", None, peak,
-                            goal="<= 512 MiB", met=peak <= 512 << 20)
+                            goal="<= 537 MB", met=peak <= 512 << 20)
                     )  # fmt: skip
                 print(found[-1].name, details, flush=True)
     finally:

@@ -88,7 +88,9 @@ def main() -> None:
     if chosen.json:
         chosen.json.write_text(json.dumps(as_json(run), indent=2) + "\n")
     command = Path(sys.executable).with_name("weightdelta")
-    out.print(f"look into it: {command} log {store}; {command} verify --deep {store}")
+    out.print("look into it:")
+    for what in (f"log {store}", f"verify --deep --base {run.base} {store}"):
+        out.print(f"  {command} {what}", soft_wrap=True)
     sys.exit(0 if run.bit_exact else 1)
 
 
