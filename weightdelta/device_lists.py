@@ -111,6 +111,8 @@ class StagedLists:
 
     def spill(self) -> None:
         """Move everything to pinned host memory; what follows is streamed."""
+        if all(part.streamed for part in self._parts):
+            return
         with on_device(self._site.device, doing="prepare"):
             for part in self._parts:
                 part.spill(self._site.low)
