@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 LAYERS: tuple[str, ...] = (
     # L0: words and values
-    "errors redact codecs codecs.names config layout digest stats",
+    "errors redact codecs codecs.names config layout digest stats threads",
     # L1: bytes <-> changed elements
     "kernels.planes kernels.reference_blocks kernels.reference kernels.code_cache "
     "kernels.compiled "

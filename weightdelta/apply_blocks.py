@@ -29,6 +29,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from weightdelta import threads
 from weightdelta.block_groups import Group, Layout, table_room
 from weightdelta.block_memory import PIECE_MEAN, SLOTS, BlockMemory, Host, Use, source_of
 from weightdelta.codecs.blocks import Inner
@@ -364,7 +365,7 @@ class BlockApply:
 
 
 def _threads() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(min(os.cpu_count() or 1, _THREADS))
+    return threads.pool(min(os.cpu_count() or 1, _THREADS), "weightdelta-blocks")
 
 
 def _own(frames: Sequence[MaskFrame], slot_bytes: int, device: torch.device) -> BlockMemory:

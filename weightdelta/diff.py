@@ -7,7 +7,6 @@ its weight, so it counts as changed, and the result says that it is not exact.
 """
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any, Final
@@ -15,6 +14,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from weightdelta import threads
 from weightdelta.batches import Progress, batches
 from weightdelta.config import Config
 from weightdelta.delta import Delta, DeltaReader, canonical
@@ -254,7 +254,7 @@ def _fold_group(
 ) -> dict[int, _Fold]:
     folds: dict[int, _Fold] = {}
     ahead = config.store.threads
-    with ThreadPoolExecutor(ahead, "weightdelta-fetch") as pool:
+    with threads.pool(ahead, "weightdelta-fetch") as pool:
         for forward, delta in deltas:
             pieces: dict[int, list[tuple[U64, Elements]]] = {}
             frames = delta.plan.holding(np.asarray(group, np.int64))

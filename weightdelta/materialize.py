@@ -13,7 +13,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +22,7 @@ from typing import Final
 
 import numpy as np
 
+from weightdelta import threads
 from weightdelta.base import INDEX, Base
 from weightdelta.batches import Progress, batches
 from weightdelta.config import Config
@@ -114,7 +115,7 @@ def materialize(
     layout = reader.layout(log.opened.layout if log.opened else "")
     held = Base(base)
     _check_fits(held, layout)
-    with ThreadPoolExecutor(config.threads, "weightdelta-work") as pool:
+    with threads.pool(config.threads, "weightdelta-work") as pool:
         work = _Work(layout, reader, config, pool, progress)
         start = _recognize(log, held, work)
         path = find_path(log, start=start, end=version, max_chain=config.limits.max_chain)
@@ -328,7 +329,7 @@ def _patch_all(draft: Path, path: Sequence[Hop], work: _Work) -> int:
         return 0
     target, changed = _Target(draft), 0
     ahead = work.config.store.threads
-    with ThreadPoolExecutor(ahead, "weightdelta-fetch") as fetchers:
+    with threads.pool(ahead, "weightdelta-fetch") as fetchers:
         for n, hop in enumerate(path, 1):
             delta = work.reader.delta(hop.entry, layout=work.layout)
             patch, done = partial(_patch, target, delta, hop.forward), 0

@@ -16,6 +16,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from weightdelta import threads
 from weightdelta.config import Config
 from weightdelta.delta import DeltaReader
 from weightdelta.digest import U64, version_digest
@@ -86,8 +87,8 @@ class Receiver:
         self._residents: list[Resident] = []
         self._sites: list[Site] = []
         self._pool = self._workers()
-        self._fetchers = ThreadPoolExecutor(self._config.store.threads, "weightdelta-fetch")
-        self._background = ThreadPoolExecutor(2, "weightdelta-prepare")
+        self._fetchers = threads.pool(self._config.store.threads, "weightdelta-fetch")
+        self._background = threads.pool(2, "weightdelta-prepare")
         self._turn = threading.Lock()  # one long operation at a time; taken before a pause
         self._lock = threading.Lock()  # the fields below; never held for long but by that one
         self._preparation: Preparation | None = None
@@ -397,7 +398,7 @@ class Receiver:
         return self._version
 
     def _workers(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(self._config.threads, "weightdelta-receiver")
+        return threads.pool(self._config.threads, "weightdelta-receiver")
 
     def _tensors(self) -> Tensors:
         return self._engine.tensors() if self._engine else read_state(self._state)

@@ -7,13 +7,14 @@ known. Only a committed outcome moves the baseline.
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Final, Protocol
 
 import numpy as np
 
+from weightdelta import threads
 from weightdelta.baseline import Baseline, EncodedFrame, rebuild, replay
 from weightdelta.capture import FramePlanes, Inventory, SnapshotCapture
 from weightdelta.codecs.names import IDS, Codec
@@ -171,8 +172,8 @@ class RankSession:
         config = job.config
         self._baseline = Baseline(job.layout, job.plan, rank, config.values)
         self._fence = StepFence(max_step_delay_s=config.max_step_delay_s, clock=clock)
-        self._pool = ThreadPoolExecutor(config.threads, f"weightdelta-{rank}")
-        self._worker = ThreadPoolExecutor(1, f"weightdelta-{rank}-publish")
+        self._pool = threads.pool(config.threads, f"weightdelta-{rank}")
+        self._worker = threads.pool(1, f"weightdelta-{rank}-publish")
         self._capture = SnapshotCapture(self._baseline, pool=self._pool, config=config.device)
         # Held from a capture until its outcome is settled; released by another thread.
         self._turn = threading.Lock()
