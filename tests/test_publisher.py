@@ -34,6 +34,8 @@ from weightdelta.testing.faults import Fault, FaultStore, Plan
 from weightdelta.verify import verify
 
 CONFIG = wd.Config.of({"store": {"retry_s": 0.0, "fsync": False}, "on_busy": "skip"})
+#: For who publishes again at once after a publication that failed.
+WAITING = wd.Config.of({"store": {"retry_s": 0.0, "fsync": False}})
 
 
 class Model(torch.nn.Module):
@@ -465,7 +467,9 @@ def test_a_step_that_is_none_is_refused_in_the_call(base: Base, step: Any) -> No
 
 def test_a_mark_that_fails_costs_only_that_publication(base: Base) -> None:
     marks: Any = iter(["one", 2])
-    with _publisher(_memory(), Model(), base, mark=lambda: next(marks)) as publisher:
+    with _publisher(
+        _memory(), Model(), base, config=WAITING, mark=lambda: next(marks)
+    ) as publisher:
         with pytest.raises(ValueError, match="one"):
             publisher.publish()
         assert publisher.publish().wait().version == 1
@@ -473,7 +477,7 @@ def test_a_mark_that_fails_costs_only_that_publication(base: Base) -> None:
 
 def test_what_appeared_or_was_untied_after_attach_is_refused(base: Base) -> None:
     model = Model()
-    with _publisher(_memory(), model, base, exclude=["lora*"]) as publisher:
+    with _publisher(_memory(), model, base, config=WAITING, exclude=["lora*"]) as publisher:
         model.head.weight = torch.nn.Parameter(model.embed.weight.detach() + 1)
         with pytest.raises(LayoutMismatch, match=r"'head\.weight'.*second name"):
             publisher.publish()

@@ -2,7 +2,9 @@
 
 import ctypes
 import sys
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 
 
 def pool(count: int, name: str) -> ThreadPoolExecutor:
@@ -22,6 +24,14 @@ def _alone() -> None:
     if torch is None:
         return
     torch.get_num_threads()  # else torch sets a number of its own with this thread's first region
-    limit = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
-    if limit is not None:  # else it is another runtime's, and its teams stay
+    limit = _limit()
+    if limit is not None:
         limit(1)
+
+
+@cache
+def _limit() -> Callable[[int], object] | None:
+    """OpenMP's function, if its symbols are in sight; else teams stay as they are."""
+    found: Callable[[int], object] | None
+    found = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
+    return found
