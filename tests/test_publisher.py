@@ -382,7 +382,7 @@ def test_excluded_tensors_are_notpublished(base: Base) -> None:
 
 def test_a_capture_that_fails_raises_in_the_call_and_the_next_one_works(base: Base) -> None:
     tensors, store = dict(Model().state_dict()), _memory()
-    with _publisher(store, lambda: tensors, base) as publisher:
+    with _publisher(store, lambda: tensors, base, config=WAITING) as publisher:
         good = tensors["turned"]
         tensors["turned"] = torch.zeros(1)
         with pytest.raises(LayoutMismatch, match="'turned'"):
@@ -400,7 +400,7 @@ def test_a_source_that_fails_is_the_callers_error(base: Base) -> None:
             raise RuntimeError("weights are offloaded")
 
     source = wd.StateSource(model.state_dict, prepare)
-    with _publisher(_memory(), source, base) as publisher:
+    with _publisher(_memory(), source, base, config=WAITING) as publisher:
         broken.append(True)
         with pytest.raises(RuntimeError, match="offloaded"):
             publisher.publish()
