@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 import rayjobs
@@ -38,8 +39,18 @@ def kill(handle: Any, pid: int) -> None:  # noqa: ARG001 (either way is tried)
     os.kill(pid, signal.SIGKILL)
 
 
-def ray_kill(handle: Any, pid: int) -> None:  # noqa: ARG001
+def ray_kill(handle: Any, pid: int) -> None:
+    """Ray only asks for it; what the test does next must not be quicker."""
     ray.kill(handle, no_restart=False)
+    until(lambda: not runs(pid))
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there and not a zombie."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 KILLS = pytest.mark.parametrize("by", [kill, ray_kill], ids=["sigkill", "ray.kill"])
