@@ -1,16 +1,18 @@
 """The step fence in one process: no capture beside a step, and no step waits for long."""
 
+import gc
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import pytest
 import torch
 
 from weightdelta.errors import CaptureDropped
-from weightdelta.fence import StepFence, Token, unfenced
+from weightdelta.fence import StepFence, Token, _is_on_stack, unfenced
 from weightdelta.state import StateSource
 
 #: Bound that a test never waits out unless it is about the bound [s].
@@ -240,6 +242,47 @@ def test_a_step_inside_a_step_does_not_open_the_fence() -> None:
             pass
     assert refused == [True]
     assert total(f) == 2
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_garbage_collection_is_left_as_it_was(enabled: bool) -> None:
+    """Many captures look at the frames of a step that runs, and of one that raised."""
+
+    def fail() -> None:
+        raise KeyError("step")
+
+    def try_capture() -> None:
+        with fence(SHORT) as other, suppress(CaptureDropped), other.capturing():
+            pass
+        with suppress(CaptureDropped), f.capturing():
+            pass
+
+    def between() -> None:
+        with ExitStack() as stack:
+            for _ in range(4):
+                stack.enter_context(thread(try_capture))
+
+    before = gc.isenabled()
+    (gc.enable if enabled else gc.disable)()
+    try:
+        with fence(SHORT) as f:
+            with pytest.raises(KeyError):
+                Tearing([weights()], fail).step()
+            Tearing([weights()], between).step()
+            with f.capturing():
+                pass
+        assert gc.isenabled() == enabled
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
+def test_what_is_no_frame_counts_as_a_step_that_runs() -> None:
+    """Python 3.11 has given a function as the caller of another thread's frame."""
+    code = sys._getframe().f_code
+    assert _is_on_stack(id(sys._getframe()), code, sys._getframe())
+    assert not _is_on_stack(0, code, sys._getframe())
+    assert not _is_on_stack(0, code, None)
+    assert _is_on_stack(0, code, len)
 
 
 def test_guard_is_held_around_the_capture_and_left_on_errors() -> None:

@@ -30,6 +30,8 @@ from weightdelta.tensors import storage_of
 
 Guard = Callable[[], AbstractContextManager[Any]]
 
+_collecting = threading.Lock()
+
 
 @dataclass(eq=False, slots=True)
 class Token:
@@ -116,12 +118,13 @@ class StepFence:
     def _drop_raised(self) -> None:
         """Forget steps that raised: no hook tells of their end, but their frame has left."""
         if self._stepping:
-            tops = sys._current_frames()
-            self._stepping = {
-                frame: (thread, code)
-                for frame, (thread, code) in self._stepping.items()
-                if _is_on_stack(frame, code, tops.get(thread))
-            }
+            with _no_collection():
+                tops = sys._current_frames()
+                self._stepping = {
+                    frame: (thread, code)
+                    for frame, (thread, code) in self._stepping.items()
+                    if _is_on_stack(frame, code, tops.get(thread))
+                }
 
     def _leave(self, token: Token) -> None:
         with self._changed:
@@ -165,8 +168,31 @@ class StepFence:
             self._changed.notify_all()
 
 
-def _is_on_stack(frame: int, code: CodeType, top: FrameType | None) -> bool:
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep Python 3.11 from collecting garbage while another thread's frames are looked at.
+
+    It does so when it makes the object of a frame, and lets other threads run, also the one whose
+    frame it is; what it then links to may be no frame any more. Later versions collect between
+    instructions only.
+    """
+    if sys.version_info >= (3, 12):
+        yield
+        return
+    with _collecting:
+        enabled = gc.isenabled()
+        gc.disable()
+        try:
+            yield
+        finally:
+            if enabled:
+                gc.enable()
+
+
+def _is_on_stack(frame: int, code: CodeType, top: Any) -> bool:
     while top is not None:
+        if not isinstance(top, FrameType):  # see above; a step that may run counts as running
+            return True
         if id(top) == frame and top.f_code is code:
             return True
         top = top.f_back
