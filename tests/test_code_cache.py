@@ -188,6 +188,8 @@ SOURCES = (
     "def of(n):\n    def f(x): return x + n\n    return f\nf = of(1)",
     "def of(n):\n    def f(x): return x + n\n    return f\nf = of(2)",
     "def f(x): return f(x - 1) if x else 0",
+    "def g(x, n=1): return x + n\ndef f(x): return g(x)",
+    "def g(x, n=2): return x + n\ndef f(x): return g(x)",
     "@intrinsic\ndef g(t, x):\n    def m(c, b, s, a): return a[0]\n    return x(x), m\n"
     "def f(x): return g(x)",
     "@intrinsic\ndef g(t, x):\n    def m(c, b, s, a): return b.neg(a[0])\n    return x(x), m\n"
@@ -210,9 +212,8 @@ def test_whatever_a_kernel_reaches_counts() -> None:
 
 def test_a_process_keeps_what_it_runs_not_what_lies_on_disk(tmp_path: Path) -> None:
     """Sources that change under a process leave nothing wrong for the next one."""
-    (tmp_path / "kernel.py").write_text(KERNEL.replace("found = 0", "found = FIRST"))
-    constants = tmp_path / "kernel.py"
-    constants.write_text("FIRST = 0\n" + constants.read_text())
+    source = "FIRST = 0\n" + KERNEL.replace("found = 0", "found = FIRST")
+    (tmp_path / "kernel.py").write_text(source)
     edit = (
         "import kernel; p = Path(kernel.__file__); p.write_text(p.read_text().replace('0', '1', 1))"
     )

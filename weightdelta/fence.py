@@ -30,7 +30,8 @@ from weightdelta.tensors import storage_of
 
 Guard = Callable[[], AbstractContextManager[Any]]
 
-_collecting = threading.Lock()
+#: Whoever looks at frames; a signal handler may do so in the middle of it.
+_collecting = threading.RLock()
 
 
 @dataclass(eq=False, slots=True)

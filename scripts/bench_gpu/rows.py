@@ -72,7 +72,7 @@ def markdown(rows: Sequence[Row], machine: Mapping[str, Any]) -> str:
     """A table for people."""
     packages = ", ".join(f"{name} {found}" for name, found in machine["packages"].items() if found)
     lines = [
-        f"`scripts/bench gpu` on one {machine['gpu']} ({machine.get('cores', 'some')} cores), "
+        f"`scripts/bench gpu` on one {machine['gpu']} ({machine['cores']} cores), "
         f"{machine['date']}; CUDA {machine['cuda']}, {packages}.",
         "",
         "Rates count weights once; for shares of the copy ceiling old and new count, as the bytes "

@@ -162,13 +162,13 @@ def rows(*, nbytes: int, threads: int = 16) -> list[Row]:
                         details,
                     )
                 )
+                print(found[-1].name, details, flush=True)
                 if baseline == "host":
                     peak, name = details["last"]["peak"], f"frames of {frame} MiB: device memory"
                     found.append(
                         Row("trainer", f"{name} beside the weights, at the peak", None, peak,
                             goal="<= 537 MB", met=peak <= 512 << 20)
                     )  # fmt: skip
-                print(found[-1].name, details, flush=True)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return found

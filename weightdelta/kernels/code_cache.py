@@ -51,6 +51,7 @@ def _words(value: Any, seen: set[int]) -> Iterator[bytes]:
     if isinstance(function, FunctionType):
         if id(function) not in seen:
             seen.add(id(function))
+            yield repr((function.__defaults__, function.__kwdefaults__)).encode()
             yield from _code_words(function.__code__, function.__globals__, seen)
             for cell in function.__closure__ or ():
                 yield from _words(cell.cell_contents, seen)
